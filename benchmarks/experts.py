@@ -40,10 +40,10 @@ from benchmarks.conditions import print_conditions
 from benchmarks.memory import KeptForBackward
 from benchmarks.train_step import measure
 from megatron.core.host_memory import keep_freed_host_memory
-from megatron.core.inference.kv_cache import KVCache
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.sequences.state import SequenceState
 from megatron.core.tensor_parallel.parameters import initialise_parameters
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -208,7 +208,7 @@ def measure_latent_attention(layers: int = 2, tokens: int = 32, batch: int = 2) 
     spec = get_gpt_layer_local_spec(multi_latent_attention=True).submodules
     assert spec is not None
     found: dict[str, tuple[int, int]] = {}
-    cache = KVCache(tokens)
+    cache = SequenceState(batch, tokens)
     for modules in (["core_attn"], ["core_attn", "mla_up_proj"]):
         config.recompute_modules = modules
         attention: Any = build_module(
@@ -224,6 +224,7 @@ def measure_latent_attention(layers: int = 2, tokens: int = 32, batch: int = 2) 
         assert output.requires_grad
         found[f"kept for backward, recomputing {' '.join(modules)}"] = (count.now, 4 * tokens * batch * kept)
     with torch.no_grad():
+        cache.begin([tokens] * batch)
         attention(x, None, None, cache)
     held = sum(memory.nbytes for layer in cache._layers.values() for memory in layer)
     found["cache"] = (held, 4 * tokens * batch * (rk + p))

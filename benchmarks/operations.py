@@ -34,8 +34,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.megatron_optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.packed_seq_params import Documents
 from megatron.core.process_groups_config import ProcessGroupCollection, SingleRankGroup
+from megatron.core.sequences.token_layout import TokenLayout
 from megatron.core.tensor_parallel.cross_entropy import (
     fused_vocab_parallel_cross_entropy,
     vocab_parallel_cross_entropy,
@@ -128,7 +128,7 @@ def list_attention(sizes: Sizes) -> Iterator[Case]:
         bounds = sorted({0, s // 7, s // 3, s // 2, s - s // 5, s})
         pairs = sum((stop - start) ** 2 for start, stop in zip(bounds, bounds[1:], strict=False))
         of_documents = {"flops": 6.0 * n * pairs * d, "moved_bytes": facts["moved_bytes"] / b}
-        documents = Visible(documents=Documents(tuple(bounds)))
+        documents = Visible(documents=TokenLayout.of_documents(tuple(bounds)))
         yield f"{len(bounds) - 1} documents, {label}", partial(_bind, backend, documents, *packed), of_documents
 
 

@@ -1,33 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What attention and positions need from a key-value cache, so that the layers need not import inference.
+"""What layers and positions need in generation, so that they need not import inference.
 
-    context.sequence_len_offset        tokens the cache held before this forward call
-    context.update(layer, key, value)  append what a layer keeps of this call's tokens; get back that of all tokens
+    context.layout                       which tokens of which sequences this call has
+    context.update(layer, key, value)    append what a layer keeps of each token; get back that of all tokens
+    context.read_recurrent(layer, ...)   what a layer keeps of each sequence, whatever its length; write_recurrent
 
-The owner of the cache (the generation loop) moves `sequence_len_offset` on after a forward call; the layers never do.
+The owner (the generation loop) says before each call of the model what it reads; layers read and write.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
+
+from megatron.core.sequences.token_layout import TokenLayout
 
 
 class InferenceContext(Protocol):
-    """A key-value cache as the layers see it."""
+    """The state of several sequences as the layers see it; layer numbers are global, from 1."""
 
-    @property
-    def sequence_len_offset(self) -> int:
-        """Tokens held before this forward call: the position of the first token of the call."""
-        ...
+    layout: TokenLayout
+    """Of this call: hidden states are [t, 1, h] where it is packed, and [s, b, h] where all sequences are in step."""
 
     def update(self, layer_number: int, *new: Tensor) -> tuple[Tensor, ...]:
         """Append what a layer keeps of its new tokens, and return the same of all tokens so far.
 
-        layer_number: global, from 1. new: [s, b, ...] each, as many tensors and of such shapes as the layer likes, the
-        same in every call: keys, rotated already, and values, of their own widths, or a compressed form of both.
-        Returns each as [sequence_len_offset + s, b, ...].
+        new: [t, 1, ...] or [s, b, ...] each, as many tensors and of such shapes as the layer likes, the same in every
+        call: keys, rotated already, and values, of their own widths, or a compressed form of both. Returns each as
+        [layout.longest, sequences, ...], every sequence from its first token on; zeros or old values follow a shorter
+        one.
         """
+        ...
+
+    def read_recurrent(self, layer_number: int, *initial: Tensor) -> tuple[Tensor, ...]:
+        """Return what the layer wrote in the call before, [sequences, ...] each; for a sequence that begins in this
+        call, `initial` [...], its state before the first token.
+
+        No call has padding, and `TokenLayout.group` cuts a call into runs of sequences with equally many tokens, so
+        that a mixer scans each run as an ordinary batch:
+
+            (state,) = context.read_recurrent(number, initial)         # [sequences, ...]
+            parts = []
+            for rows, x in context.layout.group(hidden_states):        # [n, sequences of the run, h]
+                output, state[rows] = scan(x, state[rows])
+                parts.append(output)
+            context.write_recurrent(number, state)
+            return context.layout.join(parts)
+
+        In training `PackedSeqParams.layout` describes documents in the same way, each of which begins anew.
+        """
+        ...
+
+    def write_recurrent(self, layer_number: int, *state: Tensor) -> None:
+        """Replace what the layer keeps of each sequence: [sequences, ...] each, in the same order as it is read."""
         ...

@@ -35,7 +35,7 @@ class BatchSizeStep(NamedTuple):
     global_batch_size: int
 
 
-class Stretch(NamedTuple):
+class BatchSizeSpan(NamedTuple):
     """Iterations in a row of one size: from `consumed_samples` on, `iterations` of them (None: without end)."""
 
     consumed_samples: int
@@ -82,7 +82,7 @@ class NumMicrobatchesCalculator:
             f"times data-parallel size {self.data_parallel_size} (= {unit}); use {nearest}"
         )
 
-    def stretches(self, consumed_samples: int = 0, iterations: int | None = None) -> Iterator[Stretch]:
+    def stretches(self, consumed_samples: int = 0, iterations: int | None = None) -> Iterator[BatchSizeSpan]:
         """The sizes that come into force from `consumed_samples` on, in their order, for so many iterations.
 
         A size that one iteration of the size before it steps over is not among them.
@@ -96,7 +96,7 @@ class NumMicrobatchesCalculator:
             if iterations is not None:
                 length = iterations if length is None else min(length, iterations)
                 iterations -= length
-            yield Stretch(consumed_samples, size, length)
+            yield BatchSizeSpan(consumed_samples, size, length)
             if length is None:
                 return
             consumed_samples += length * taken

@@ -9,11 +9,9 @@ Each token sees earlier tokens of its own document only.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +19,7 @@ from torch import Tensor
 from megatron.core.device import is_cpu
 from megatron.core.errors import ConfigError, DataError
 from megatron.core.process_groups_config import Group
-
-T = TypeVar("T")
+from megatron.core.sequences.token_layout import TokenLayout
 
 
 @dataclass
@@ -45,19 +42,19 @@ class PackedSeqParams:
     cu_seqlens_host: Tensor | None = None
     cp_group: Group | None = None
     """The ranks that share this sequence; those that share every sequence when None."""
-    _documents: Documents | None = field(default=None, init=False, repr=False, compare=False)
+    _layout: TokenLayout | None = field(default=None, init=False, repr=False, compare=False)
 
-    def documents(self, length: int) -> Documents:
+    def layout(self, length: int) -> TokenLayout:
         """The documents of a sequence of `length` tokens; tokens after the last one are one more.
 
         Raises DataError for bounds that do not describe `length` tokens.
         """
         # Every layer asks, and to read the bounds of a tensor on a device is to wait for it.
-        if self._documents is None or self._documents.length != length:
-            self._documents = self._read(length)
-        return self._documents
+        if self._layout is None or self._layout.length != length:
+            self._layout = self._read(length)
+        return self._layout
 
-    def _read(self, length: int) -> Documents:
+    def _read(self, length: int) -> TokenLayout:
         # Padding comes after a document's tokens, so that under a causal mask none of them sees it.
         candidates = (self.cu_seqlens_q_padded, self.cu_seqlens_host, self.cu_seqlens_q)
         given = next((bounds for bounds in candidates if bounds is not None), None)
@@ -70,50 +67,7 @@ class PackedSeqParams:
                 + (f" ... {bounds[-1]}" if len(bounds) > 8 else "")
             )
         # A set, so that empty documents go; `length` ends the tokens behind the last document.
-        return Documents(tuple(sorted({*bounds, length})))
-
-
-class Stretch(NamedTuple):
-    """Queries [first, end) of one document, which begins at `start`."""
-
-    start: int
-    first: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Documents:
-    """What each token of a sequence may see: earlier tokens of its own document. bounds: 0, ..., length."""
-
-    bounds: tuple[int, ...]
-    _kept: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    @property
-    def length(self) -> int:
-        """Tokens of the whole sequence."""
-        return self.bounds[-1]
-
-    def stretches(self, first: int, end: int) -> Iterator[Stretch]:
-        """The tokens [first, end), divided where documents end."""
-        index = bisect_right(self.bounds, first) - 1
-        while first < end:
-            start, stop = self.bounds[index], min(end, self.bounds[index + 1])
-            yield Stretch(start, first, stop)
-            first, index = stop, index + 1
-
-    def keep(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returns, made once for these documents: every layer asks for the same, and it may be on a
-        device."""
-        if key not in self._kept:
-            self._kept[key] = make()
-        kept: T = self._kept[key]
-        return kept
-
-    @cached_property
-    def starts(self) -> Tensor:
-        """For every token where its document begins, int64 [length], on the host."""
-        bounds = torch.tensor(self.bounds)
-        return bounds[:-1].repeat_interleave(bounds.diff())
+        return TokenLayout.of_documents(sorted({*bounds, length}))
 
 
 def pack_batch(

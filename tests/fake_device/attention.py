@@ -54,7 +54,7 @@ def main() -> None:
         packed = None
         if "documents" in kind:
             packed = PackedSeqParams(cu_seqlens_q=torch.tensor(BOUNDS))
-            packed.documents(LENGTH)  # read before values are gone
+            packed.layout(LENGTH)  # read before values are gone
         ranks = 2 if "ring" in kind else 1
         queries = {"earlier keys": LENGTH - EARLIER, "new token": 1}.get(kind, LENGTH)
         shapes = [(queries, HEADS, WIDTH), (LENGTH, GROUPS, WIDTH), (LENGTH, GROUPS, 64 if kind == "latent" else WIDTH)]

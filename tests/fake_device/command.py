@@ -79,7 +79,8 @@ def _replace_data() -> None:
     import torch
     from torch.utils._python_dispatch import _disable_current_modes
 
-    from megatron.core.packed_seq_params import Documents, PackedSeqParams
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.sequences.token_layout import TokenLayout
     from megatron.core.transformer.moe import grouped_products
     from megatron.training.data.loading import TrainingData
 
@@ -95,7 +96,7 @@ def _replace_data() -> None:
 
     TrainingData.open = open_batches  # type: ignore[method-assign,assignment]
     # Bounds are read on the host.
-    PackedSeqParams.documents = lambda packed, length: Documents((0, length // 3, length))  # type: ignore[method-assign]
+    PackedSeqParams.layout = lambda packed, length: TokenLayout.of_documents((0, length // 3, length))  # type: ignore[method-assign]
     grouped_products.grouped_mm_works = lambda widths, dtype, device: dtype == torch.bfloat16  # type: ignore[assignment]
     grouped_products.count_rows = _count_evenly
 

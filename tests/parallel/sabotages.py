@@ -170,7 +170,7 @@ def shift_angles(recipe: Recipe) -> Recipe:
 
     def build(self: RotaryEmbedding, *args: Any) -> Rotation:
         rotation = original(self, *args)
-        group = args[3]
+        group = args[2]
         if group.size() > 1 and group.rank() == 1:
             rotation = rotation._replace(cos=rotation.cos.roll(-1, 0), sin=rotation.sin.roll(-1, 0))
         return rotation

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.collectives import all_gather_object, all_reduce
-from megatron.core.inference.kv_cache import KVCache
 from megatron.core.mesh import RankGrid
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.sequences.state import SequenceState
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
@@ -127,11 +127,11 @@ def latent_logits(sequence_parallel: bool, groups: ProcessGroupCollection, ends:
     )  # fmt: skip
     model = GPTModel(config, get_gpt_decoder_block_spec(config), 32, 8, parallel_output=False, pg_collection=groups)
     ids, positions = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(0)), torch.arange(8)[None]
-    cache, parts, first = KVCache(8), [], 0
+    cache, parts, first = SequenceState(len(ids), 8), [], 0
     with torch.no_grad():
         for end in ends:
+            cache.begin([end - first] * len(ids))
             parts.append(model.eval()(ids[:, first:end], positions[:, first:end], inference_context=cache))
-            cache.advance(end - first)
             first = end
     return torch.cat(parts, dim=1)
 

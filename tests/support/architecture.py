@@ -25,7 +25,7 @@ from tests.support.source_code import ROOT, Import, Source, docstrings, dotted
 
 KERNELS = ("core.kernels", "core.activations", "core.fp8", "core.fp4")
 """GPU kernels, and the modules of the ground that use them."""
-GROUND = ("core", "core.plan", "core.dist_checkpointing", *KERNELS)
+GROUND = ("core", "core.sequences", "core.plan", "core.dist_checkpointing", *KERNELS)
 MODEL_TOWER = ("core.context_parallel", "core.tensor_parallel", "core.transformer", "core.models")
 ENGINE_TOWER = (
     "core.tokenizers",
@@ -55,7 +55,8 @@ TRAINING_ROOMS = (
 """From the lowest to the highest: each may import those before it."""
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
-    "core": (),
+    "core": ("core.sequences",),
+    "core.sequences": (),
     "core.plan": ("core",),
     "core.dist_checkpointing": ("core", "core.plan"),
     "core.kernels": ("core",),

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The generation loop: continue a batch of prompts until each has ended or is long enough.
 
-Prompts of different lengths run together without padding. The shortest one's length is read at once; from there on one
-position at a time, where a longer prompt still gives its own tokens and a shorter one gets chosen ones:
+One call of the model reads all prompts, whatever their lengths; each call after it reads the last token of every text
+that goes on. So a batch takes as many calls as its longest answer has tokens:
 
-    prompt 1   a b c . .          a b c | x y z      read at once | position by position
-    prompt 2   d e f g h          d e f | g h z'
+    prompt 1   a b c            a b c     | x | y | z
+    prompt 2   d e f g h        d e f g h | u | .            ended: no longer computed
 
-With speculation several positions are read at a time, of which as many are kept as are right in all texts.
+With speculation a call reads drafted tokens, too, of which each text keeps those that are right.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.errors import ConfigError
-from megatron.core.inference.kv_cache import KVCache
 from megatron.core.inference.sampling import Draft, Sampling, choose_next_tokens, confirm_tokens
 from megatron.core.inference.speculation import Speculation
+from megatron.core.sequences.state import SequenceState
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,29 @@ class Completion:
     tokens: list[int]
     """The new tokens, without the one that ended the text."""
     ended_by: Literal["eod", "length"]
+
+
+@dataclass
+class _Text:
+    """A prompt and what was written after it."""
+
+    row: int
+    """Of the prompt in the batch."""
+    tokens: list[int]
+    limit: int
+    """Length at which it ends if it does not end by itself."""
+    generator: torch.Generator
+    ended_by: Literal["eod", "length"] | None = None
+
+    def add(self, token: int, enders: frozenset[int]) -> bool:
+        """Write a token, or end at it; returns True where the text has one token more."""
+        if token in enders:
+            self.ended_by = "eod"
+            return False
+        self.tokens.append(token)
+        if len(self.tokens) == self.limit:
+            self.ended_by = "length"
+        return True
 
 
 # Not inference_mode: a model that goes on training may keep what is made here, such as a table of rotary positions, and
@@ -63,77 +86,86 @@ def generate(
     _check(prompts, max_new_tokens, max_sequence_length)
     if speculation is not None and not use_cache:
         raise ConfigError("--speculate needs the cache of keys and values; leave out --no-kv-cache")
-    device = next(model.parameters()).device
-    limits = [_limit(len(prompt), max_new_tokens, max_sequence_length) for prompt in prompts]
-    tokens = _padded(prompts, max(limits)).to(device)  # [b, longest]
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    ends = torch.tensor(limits, device=device)
-    ended_at = ends.clone()  # where each text ends; the token there, if any, is the eod
-
-    enders = torch.tensor([] if eod is None else [eod] if isinstance(eod, int) else list(eod), device=device)
-    cache = KVCache(max(limits)) if use_cache else None
+    enders = frozenset([] if eod is None else [eod] if isinstance(eod, int) else eod)
     generators = sampling.build_generators(len(prompts))
+    texts = [
+        _Text(row, list(prompt), _limit(len(prompt), max_new_tokens, max_sequence_length), generators[row])
+        for row, prompt in enumerate(prompts)
+    ]
+    # Drafts may reach beyond the end of a text.
+    longest = max(text.limit for text in texts) + (0 if speculation is None else speculation.depths)
+    state = SequenceState(len(texts), longest) if use_cache else None
     if speculation is not None:
-        speculation.begin(tokens.shape[1], vocab_size)
-    # All prompts have tokens up to the shortest one's end; from there on each may read or say a token.
-    seen, position = 0, min(len(prompt) for prompt in prompts)
-    drafts: list[Draft] = []
-    # One wait for the device per pass: the host has to know whether any text goes on.
-    while position < int(ended_at.max()):
-        every = _compute_logits(model, tokens[:, seen : position + len(drafts)], seen, cache, speculation)
-        for place, logits in enumerate(every[:, -1 - len(drafts) :].float().unbind(1)):
+        speculation.begin(len(texts), longest, vocab_size)
+    going_on, drafts = texts, list[Draft]()
+    while going_on:
+        # One wait for the device in each pass without speculation: the host chooses what is read next.
+        every = _compute_logits(model, going_on, drafts, state, speculation)
+        writing = list(range(len(going_on)))
+        for place, logits in enumerate(every.float().unbind()):
             if vocab_size is not None:
                 # Rows that pad the vocabulary to a multiple of the ranks were never trained.
                 logits[:, vocab_size:] = -math.inf
-            draft = drafts[place] if place < len(drafts) else None
+            if len(writing) < len(going_on):
+                logits = logits[writing]
+            own = [going_on[index].generator for index in writing]
+            draft = drafts[place].select(writing) if place < len(drafts) else None
             if draft is None:
-                chosen = choose_next_tokens(logits, sampling, generators)
+                chosen = choose_next_tokens(logits, sampling, own).tolist()
             else:
-                chosen = confirm_tokens(logits, draft, sampling, generators)
-            is_open = (position >= lengths) & (position < ended_at)
-            # Also rows that have ended are computed on: a batch of changing size would need a cache that shrinks.
-            read = tokens[:, position].clone()
-            tokens[:, position] = torch.where(is_open, chosen, read)
-            ended_at = torch.where(is_open & torch.isin(chosen, enders), position, ended_at)
-            if on_tokens is not None:
-                _hand_over(on_tokens, chosen, is_open & (position < ended_at))
-            position += 1
+                chosen = confirm_tokens(logits, draft, sampling, own).tolist()
+            for index, token in zip(writing, chosen, strict=True):
+                text = going_on[index]
+                if text.add(token, enders) and on_tokens is not None:
+                    on_tokens(text.row, [token])
+            if draft is None or speculation is None:
+                break
             # What was read behind another token than this one says nothing about the text.
-            if draft is not None and speculation is not None:
-                is_wrong, goes_on = is_open & (tokens[:, position - 1] != read), position < ended_at
-                if not speculation.confirm(is_open, is_wrong, goes_on):
-                    break
-        # Without a cache the next call reads everything from the first token again.
-        seen = position - 1 if cache is not None else 0
-        if cache is not None and speculation is not None:
-            cache.rewind(seen)
-            drafts = speculation.draft(tokens, position, lengths, sampling, generators)
+            is_right = speculation.count(draft, chosen)
+            writing = [i for i, right in zip(writing, is_right, strict=True) if right and not going_on[i].ended_by]
+            if not writing:
+                break
+        rows = [index for index, text in enumerate(going_on) if text.ended_by is None]
+        if len(rows) < len(going_on):
+            going_on = [going_on[row] for row in rows]
+            if state is not None and rows:
+                state.select(rows)
+        if state is not None and speculation is not None and rows:
+            room = max(text.limit - len(text.tokens) for text in going_on)
+            own = [text.generator for text in going_on]
+            drafts = speculation.draft([text.tokens for text in going_on], rows, state, sampling, own, room - 1)
     return [
-        Completion(tokens[row, len(prompt) : end].tolist(), "eod" if end < limits[row] else "length")
-        for row, (prompt, end) in enumerate(zip(prompts, ended_at.tolist(), strict=True))
+        Completion(text.tokens[len(prompt) :], text.ended_by or "length")
+        for text, prompt in zip(texts, prompts, strict=True)
     ]
 
 
-def _hand_over(on_tokens: Callable[[int, list[int]], None], chosen: Tensor, is_new: Tensor) -> None:
-    for row, (token, counts) in enumerate(zip(chosen.tolist(), is_new.tolist(), strict=True)):
-        if counts:
-            on_tokens(row, [token])
-
-
 def _compute_logits(
-    model: nn.Module, tokens: Tensor, offset: int, cache: KVCache | None, speculation: Speculation | None
+    model: nn.Module,
+    texts: Sequence[_Text],
+    drafts: Sequence[Draft],
+    state: SequenceState | None,
+    speculation: Speculation | None,
 ) -> Tensor:
-    """Logits [b, s, v] of these tokens [b, s], the first of which is at position `offset`; with speculation those of
-    the last ones."""
-    positions = torch.arange(offset, offset + tokens.shape[1], device=tokens.device).expand_as(tokens)
+    """Logits [1 + drafts, b, v] of the last tokens of the texts and of their drafts."""
+    device = next(model.parameters()).device
+    if state is None:
+        # No token sees the padding behind a shorter text.
+        tokens = nn.utils.rnn.pad_sequence([torch.tensor(text.tokens) for text in texts], batch_first=True).to(device)
+        positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
+        logits = model(tokens, positions, None, inference_context=None)
+        return torch.stack([logits[row, len(text.tokens) - 1] for row, text in enumerate(texts)]).unsqueeze(0)
+    new = [text.tokens[length:] for text, length in zip(texts, state.lengths, strict=True)]
+    for draft in drafts:
+        for read, token in zip(new, draft.tokens.tolist(), strict=True):
+            read.append(token)
+    layout = state.begin([len(read) for read in new])
+    tokens = layout.join_tokens(new).to(device)
+    positions = layout.move_positions(device).expand_as(tokens)
     if speculation is not None:
-        assert cache is not None, "refused before"
-        logits = speculation.read(tokens, positions, cache)
-    else:
-        logits = model(tokens, positions, None, inference_context=cache)
-    if cache is not None:
-        cache.advance(tokens.shape[1])
-    return logits
+        return speculation.read(tokens, positions, state, 1 + len(drafts))
+    logits = model(tokens, positions, None, inference_context=state)
+    return layout.take_last(logits.transpose(0, 1), 1)
 
 
 def _check(prompts: Sequence[Sequence[int]], max_new_tokens: int, max_sequence_length: int | None) -> None:
@@ -158,11 +190,3 @@ def _limit(prompt_length: int, max_new_tokens: int, max_sequence_length: int | N
     """Length at which a text ends if it does not end by itself."""
     limit = prompt_length + max_new_tokens
     return limit if max_sequence_length is None else min(limit, max_sequence_length)
-
-
-def _padded(prompts: Sequence[Sequence[int]], length: int) -> Tensor:
-    """int64 [b, length] with zeros after each prompt; they are overwritten before the model sees them."""
-    tokens = torch.zeros(len(prompts), length, dtype=torch.int64)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = torch.tensor(prompt)
-    return tokens

@@ -82,6 +82,12 @@ class Draft:
     probabilities: Tensor | None
     """[b, v] float32 on the CPU, what they were drawn from; None with Sampling.greedy."""
 
+    def select(self, rows: Sequence[int]) -> Draft:
+        """Those of some sequences."""
+        if len(rows) == len(self.tokens):
+            return self
+        return Draft(self.tokens[rows], None if self.probabilities is None else self.probabilities[rows])
+
 
 def draft_next_tokens(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Draft:
     """Choose like `choose_next_tokens`, for tokens that `confirm_tokens` may replace."""

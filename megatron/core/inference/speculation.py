@@ -2,15 +2,15 @@
 """Speculation with multi-token prediction: its layers draft tokens, and one pass of the model confirms several.
 
     read ... t_p  d_1 .. d_D      one pass of the model gives the distributions of the places of d_1 .. d_D, and behind
-    keep d_1 .. d_m, choose t     m: drafts that are kept in all texts of the batch; t takes the place of the next one
+    keep d_1 .. d_m, choose t     m: drafts that are right; each text of a batch has its number of them
     draft again behind t          by D small layers
 
 Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023; DeepSeek-V3, 2024, section
 2.2, for drafts by multi-token prediction. Greedy texts are the same as without, and sampled ones have the same
-distribution (`sampling.confirm_tokens`). Texts of a batch grow in step: a draft counts where it is right in all.
+distribution (`sampling.confirm_tokens`).
 
 Depth k = 1 .. D reads, at position i, the states of the depth before and the token i + k, and keeps keys and values in
-a cache of its own. With tokens up to position p known, what depth k has read at positions up to p - k is
+a state of its own. With tokens up to position p known, what depth k has read at positions up to p - k is
 final; behind them it has read drafts, and reads anew what takes their place.
 """
 
@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.errors import ConfigError
-from megatron.core.inference.kv_cache import KVCache
 from megatron.core.inference.sampling import Draft, Sampling, draft_next_tokens
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.sequences.state import SequenceState
 from megatron.core.transformer.config_fields.moe import CAPACITY_FACTORS
 
 
@@ -47,88 +47,87 @@ class Speculation:
                     "others than they would one by one; leave it out"
                 )
         self._model, self.depths = model, model.config.mtp_num_layers
-        self.drafted, self.kept, self.passes, self.written = 0, 0, 0, 0
+        self.drafted, self.kept, self.passes, self.texts_read = 0, 0, 0, 0
 
-    def begin(self, max_tokens: int, vocab_size: int | None) -> None:
-        """Forget the batch before. max_tokens: of the longest text; vocab_size: as for `generate`."""
-        self._max_tokens, self._vocab_size = max_tokens, vocab_size
-        self._caches = [KVCache(max_tokens) for _ in range(self.depths)]
-        self._states: Tensor | None = None  # of the model's last pass, [s, b, h]
-        self._first = 0  # the position of the first of them
-        # For each depth, states of the depth before that are final, and are to be read with another token: [s, b, h].
-        self._waiting: list[Tensor | None] = [None] * self.depths
+    def begin(self, texts: int, max_tokens: int, vocab_size: int | None) -> None:
+        """Forget the batch before. max_tokens: of the longest text with drafts; vocab_size: as for `generate`."""
+        self._vocab_size = vocab_size
+        self._states = [SequenceState(texts, max_tokens) for _ in range(self.depths)]
+        self._read: list[Tensor] = []  # hidden states of the model's last pass, [n, 1, h] of each text
+        # For each depth and text, hidden states of the depth before that are final, and are to be read with another
+        # token: [n, 1, h].
+        self._waiting: list[list[Tensor]] = [[] for _ in range(self.depths)]
 
-    def read(self, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
-        """One pass of the model: [b, s] -> logits [b, at most depths + 1, v] of the last tokens."""
-        self._first = cache.sequence_len_offset
-        self._states = self._model.compute_states(tokens, positions, cache)
+    def read(self, tokens: Tensor, positions: Tensor, state: SequenceState, count: int) -> Tensor:
+        """One pass of the model over the layout of `state`: logits [count, b, v] of each text's last tokens."""
+        hidden_states = self._model.compute_states(tokens, positions, state)
+        if state.is_recurrent:
+            raise ConfigError(
+                "--speculate reads tokens that may turn out to be wrong, and a recurrent state cannot forget them; "
+                "leave it out"
+            )
         self.passes += 1
-        self.written += 1
-        return self._model.compute_logits(self._states[-1 - self.depths :])
+        self.texts_read += len(state.lengths)
+        self._read = state.layout.split(hidden_states)
+        return self._model.compute_logits(state.layout.take_last(hidden_states, count)).transpose(0, 1)
 
-    def confirm(self, is_open: Tensor, is_wrong: Tensor, goes_on: Tensor) -> bool:
-        """Count the drafts of one place; returns whether what was read behind it is right in all texts.
-
-        bool [b] each: rows for which a token was drafted, of these the ones that got another one, and those whose text
-        goes on.
-        """
-        drafted, wrong, hindered = torch.stack([is_open.sum(), is_wrong.sum(), (is_wrong & goes_on).sum()]).tolist()
-        self.drafted += drafted
-        self.kept += drafted - wrong
-        self.written += 0 if hindered else 1
-        return not hindered
+    def count(self, draft: Draft, chosen: Sequence[int]) -> list[bool]:
+        """Count a draft for some texts; returns for each of them True where its token was chosen."""
+        is_right = [token == drafted for token, drafted in zip(chosen, draft.tokens.tolist(), strict=True)]
+        self.drafted += len(is_right)
+        self.kept += sum(is_right)
+        return is_right
 
     def draft(
-        self,
-        tokens: Tensor,
-        position: int,
-        lengths: Tensor,
-        sampling: Sampling,
-        generators: Sequence[torch.Generator],
-    ) -> list[Draft]:
-        """Write drafts into tokens [b, longest] from `position` on, in rows whose prompts (lengths [b]) have ended; a
-        Draft for each place, none behind the last one but one."""
-        assert self._states is not None, "there was no pass yet"
-        # The last token has not been read: its states are those that the next pass makes.
-        end = position - 1
-        states, drafts = self._states[: end - self._first], []
-        for depth in range(1, min(self.depths, self._max_tokens - position - 1) + 1):
-            cache, waiting = self._caches[depth - 1], self._waiting[depth - 1]
-            states = states if waiting is None else torch.cat([waiting, states])
-            first = cache.sequence_len_offset
-            assert first + states.shape[0] == end, f"depth {depth}: {first} + {states.shape[0]} states, not {end}"
-            further = self._model.compute_further_states(depth, states, tokens[:, first + depth : end + depth], cache)
-            cache.advance(states.shape[0])
+        self, texts: Sequence[Sequence[int]], rows: Sequence[int], state: SequenceState, sampling: Sampling,
+        generators: Sequence[torch.Generator], count: int,
+    ) -> list[Draft]:  # fmt: skip
+        """Draft so many tokens behind each text, at most `depths`.
+
+        texts: those that go on, of which the last token has not been read. rows: which of the last pass they are.
+        state: theirs, which forgets wrong drafts here.
+        """
+        firsts = [state.layout.past[row] for row in rows]
+        hidden = [
+            self._read[row][: len(text) - 1 - first] for row, text, first in zip(rows, texts, firsts, strict=True)
+        ]
+        state.rewind([len(text) - 1 for text in texts])
+        known, drafts = [list(text) for text in texts], []
+        for depth in range(1, min(self.depths, count) + 1):
+            own, waiting = self._states[depth - 1], self._waiting[depth - 1]
+            if len(rows) < len(own.lengths):
+                own.select(rows)
+            if waiting:
+                hidden = [torch.cat((waiting[row], x)) for row, x in zip(rows, hidden, strict=True)]
+            firsts = list(own.lengths)
+            layout = own.begin([len(x) for x in hidden])
+            ids = [text[first + depth :][: len(x)] for text, first, x in zip(known, firsts, hidden, strict=True)]
+            tokens = layout.join_tokens(ids).to(hidden[0].device)
+            further = self._model.compute_further_states(depth, layout.join(hidden), tokens, own)
             # What follows from drafts is read again; the depth before has one final state more.
-            final = max(0, position - depth)
-            cache.rewind(final)
-            before = max(0, min(end, position - depth + 1))
-            self._waiting[depth - 1] = states[final - first : before - first]
-            states = further
-            drafts.append(self._choose(further[-1:], tokens, end + depth, lengths, sampling, generators))
+            own.rewind([max(0, len(text) - depth) for text in texts])
+            self._waiting[depth - 1] = [
+                x[length - first : max(0, min(len(text) - 1, len(text) - depth + 1)) - first]
+                for x, length, first, text in zip(hidden, own.lengths, firsts, texts, strict=True)
+            ]
+            hidden = layout.split(further)
+            drafts.append(self._choose(layout.take_last(further, 1), sampling, generators))
+            for text, token in zip(known, drafts[-1].tokens.tolist(), strict=True):
+                text.append(token)
         return drafts
 
-    def _choose(
-        self,
-        states: Tensor,
-        tokens: Tensor,
-        place: int,
-        lengths: Tensor,
-        sampling: Sampling,
-        generators: Sequence[torch.Generator],
-    ) -> Draft:
+    def _choose(self, states: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Draft:
+        """The next token of each text behind hidden states [1, b, h]."""
         logits = self._model.compute_logits(states)[:, -1].float()
         if self._vocab_size is not None:
             logits[:, self._vocab_size :] = -math.inf
-        draft = draft_next_tokens(logits, sampling, generators)
-        tokens[:, place] = torch.where(lengths > place, tokens[:, place], draft.tokens)
-        return Draft(tokens[:, place].clone(), draft.probabilities)
+        return draft_next_tokens(logits, sampling, generators)
 
     def describe(self) -> str:
         """How many drafts were right, in words."""
         if not self.drafted:
             return "speculation: no token was drafted"
-        share, pace = 100 * self.kept / self.drafted, self.written / self.passes
+        share, pace = 100 * self.kept / self.drafted, 1 + self.kept / self.texts_read
         return (
             f"speculation: {self.kept} of {self.drafted} drafted tokens accepted ({share:.1f} %), "
             f"{pace:.2f} tokens for each pass of the model"

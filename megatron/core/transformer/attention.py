@@ -40,6 +40,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.placement import Part, get_placement, make_grouped_parts, place
 from megatron.core.plan.read import read_plan
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.sequences.token_layout import TokenLayout
 from megatron.core.tensor_parallel.layers import LayerOutput
 from megatron.core.tensor_parallel.offloaded_activations import offload
 from megatron.core.tensor_parallel.random import checkpoint
@@ -187,9 +188,11 @@ class Attention(MegatronModule):
         if rotation is not None and rotation.query_scale is not None:
             query = (query * rotation.query_scale).to(query.dtype)
         # Keys are kept rotated: their positions do not change any more.
+        layout = None
         if inference_context is not None:
+            layout = inference_context.layout
             key, value = inference_context.update(self.layer_number, key, value)  # [t, b, g, ...]
-        context = self._attend(query, key, value, attention_mask, packed_seq_params)  # [s, b, n * dv]
+        context = self._attend(query, key, value, attention_mask, packed_seq_params, layout)  # [s, b, n * dv]
         if gate:
             context = self.apply_gate(context, gate[0])
         with self.offload("attn_proj"):
@@ -203,9 +206,13 @@ class Attention(MegatronModule):
         value: Tensor,
         attention_mask: Tensor | None,
         packed_seq_params: PackedSeqParams | None,
+        layout: TokenLayout | None = None,
     ) -> Tensor:
         """The core, of which selective recomputation keeps only the inputs: [s, b, n * dv]."""
-        inputs = (query, key, value, attention_mask, None, None, packed_seq_params)  # the module's mask type, no bias
+        # The module's mask type, no bias. Of upstream's arguments only, where they will do: a core may be a user's own.
+        inputs: tuple[Any, ...] = (query, key, value, attention_mask, None, None, packed_seq_params)
+        if layout is not None and layout.is_packed:
+            inputs = (*inputs, layout)
         # Scores and probabilities grow with s * t, their inputs with s + t: the core gives back the most memory.
         with offload("core_attn", only=(query, key, value)) if self.offload is offload else nullcontext():
             context: Tensor = (

@@ -38,6 +38,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.inference_context import InferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.sequences.token_layout import TokenLayout
 from megatron.core.tensor_parallel.kept_activations import RecomputedTogether, keep_as
 from megatron.core.tensor_parallel.layers import LayerOutput
 from megatron.core.tensor_parallel.mappings import (
@@ -253,12 +254,13 @@ class MLASelfAttention(Attention):
             query = torch.cat((query[..., :plain], apply_rotary(query[..., plain:], rotation)), dim=-1)
             positions = apply_rotary(positions, rotation)
         latent, positions = inference_context.update(self.layer_number, latent, positions)
-        if self._is_absorbed_cheaper(query.shape[0], latent.shape[0]):
-            return self._attend_absorbed(query, latent, positions, attention_mask)
+        layout = inference_context.layout
+        if self._is_absorbed_cheaper(max(layout.new), latent.shape[0]):
+            return self._attend_absorbed(query, latent, positions, attention_mask, layout)
         expanded = F.linear(latent, self.linear_kv_up_proj.weight).unflatten(-1, (query.shape[2], -1))
         # Everything is rotated already.
         query, key, value = join_latent_heads(query, expanded, positions, None)
-        return self._attend(query, key, value, attention_mask, None)
+        return self._attend(query, key, value, attention_mask, None, layout)
 
     def _is_absorbed_cheaper(self, queries: int, keys: int) -> bool:
         """Whether scores and outputs in latent vectors take fewer multiplications than making the keys and values of
@@ -269,7 +271,7 @@ class MLASelfAttention(Attention):
         return rank * to_heads * queries + longer < rank * to_heads * keys
 
     def _attend_absorbed(
-        self, query: Tensor, latent: Tensor, positions: Tensor, attention_mask: Tensor | None
+        self, query: Tensor, latent: Tensor, positions: Tensor, attention_mask: Tensor | None, layout: TokenLayout
     ) -> Tensor:
         """query [s, b, n, d + p], latent [t, b, rk], positions [t, b, 1, p] -> [s, b, n * dv]: attention of n heads to
         one key-value head, the latent vectors themselves."""
@@ -279,16 +281,18 @@ class MLASelfAttention(Attention):
         wide_query = torch.cat((in_latents, query[..., plain:]), dim=-1)  # [s, b, n, rk + p]
         value = latent.unsqueeze(2)  # [t, b, 1, rk]
         key = torch.cat((value, positions), dim=-1)
-        context = self._attend_to_one_head(wide_query, key, value, attention_mask)
+        context = self._attend_to_one_head(wide_query, key, value, attention_mask, layout)
         return torch.einsum("sbnr,nvr->sbnv", context, weight[:, plain:]).flatten(2)
 
-    def _attend_to_one_head(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor:
+    def _attend_to_one_head(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, layout: TokenLayout
+    ) -> Tensor:
         """query [s, b, n, rk + p], key [t, b, 1, rk + p], value [t, b, 1, rk] -> [s, b, n, rk]."""
         config, heads = self.config, query.shape[2]
         sees_all = config.window_size is None and config.attention_chunk_size is None and attention_mask is None
         is_plain = config.softmax_type == "vanilla" and sees_all
-        if query.shape[0] > 1 or not is_plain:
-            return self._attend(query, key, value, attention_mask, None).unflatten(-1, (heads, -1))
+        if query.shape[0] > 1 or layout.is_packed or not is_plain:
+            return self._attend(query, key, value, attention_mask, None, layout).unflatten(-1, (heads, -1))
         # One token sees every key, and so do its heads as so many queries of one head: kernels that would copy the
         # key-value head for each query head have nothing to copy.
         every = AttnMaskType.no_mask

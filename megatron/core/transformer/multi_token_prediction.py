@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from megatron.core.auxiliary_loss import AuxiliaryLossScale, attach_auxiliary_loss, is_recomputing
 from megatron.core.collectives import all_gather_into_tensor, all_reduce
 from megatron.core.context_parallel.sharding import list_pieces_of_rank, shard_sequence
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.plan.read import read_plan
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.sequences.token_layout import TokenLayout
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.execution.execution import Execution
@@ -49,14 +49,13 @@ class TokenShift:
     comes from the rank that has it. A new object for each microbatch, whose documents it knows.
     """
 
-    def __init__(self, sequence: Group, packed_seq_params: PackedSeqParams | None, length: int) -> None:
-        """length: tokens of the whole sequence."""
+    def __init__(self, sequence: Group, documents: TokenLayout | None = None) -> None:
         self.sequence = sequence
         self.ends: Tensor | None = None
         """Whether a document ends with this rank's token, bool [s]; None where the sequence is not packed."""
-        if packed_seq_params is not None:
-            ends = torch.zeros(length, dtype=torch.bool)
-            ends[torch.tensor(packed_seq_params.documents(length).bounds[1:]) - 1] = True
+        if documents is not None:
+            ends = torch.zeros(documents.length, dtype=torch.bool)
+            ends[torch.tensor(documents.bounds[1:]) - 1] = True
             self.ends = shard_sequence(ends, sequence.rank(), sequence.size())
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -9,30 +9,31 @@ import pytest
 import torch
 
 from megatron.core.errors import DataError
-from megatron.core.packed_seq_params import Documents, PackedSeqParams, pack_batch
+from megatron.core.packed_seq_params import PackedSeqParams, pack_batch
+from megatron.core.sequences.token_layout import TokenLayout
 from tests.support.gpt_models import SEQUENCE_LENGTH, build_model, token_batch
 
 
 def test_bounds_become_documents() -> None:
     params = PackedSeqParams(cu_seqlens_q=torch.tensor([0, 3, 3, 5]))
-    documents = params.documents(8)
+    documents = params.layout(8)
     assert documents.bounds == (0, 3, 5, 8)  # no empty ones; what is left over is one more
     assert documents.starts.tolist() == [0, 0, 0, 3, 3, 5, 5, 5]
-    assert list(documents.stretches(2, 7)) == [(0, 2, 3), (3, 3, 5), (5, 5, 7)]
-    assert list(documents.stretches(3, 5)) == [(3, 3, 5)]
+    assert list(documents.segments(2, 7)) == [(0, 2, 3), (3, 3, 5), (5, 5, 7)]
+    assert list(documents.segments(3, 5)) == [(3, 3, 5)]
 
 
 def test_documents_that_are_padded_in_memory_lie_where_the_padded_bounds_say() -> None:
     params = PackedSeqParams(cu_seqlens_q=torch.tensor([0, 3, 5]), cu_seqlens_q_padded=torch.tensor([0, 4, 8]))
-    assert params.documents(8).bounds == (0, 4, 8)
+    assert params.layout(8).bounds == (0, 4, 8)
 
 
 @pytest.mark.parametrize("bounds", [[1, 8], [0, 5, 3], [0, 9], []])
 def test_bounds_that_describe_no_documents_are_refused(bounds: list[int]) -> None:
     with pytest.raises(DataError, match="must rise from 0 to at most the 8 tokens"):
-        PackedSeqParams(cu_seqlens_q=torch.tensor(bounds)).documents(8)
+        PackedSeqParams(cu_seqlens_q=torch.tensor(bounds)).layout(8)
     with pytest.raises(DataError, match="needs qkv_format thd"):
-        PackedSeqParams(qkv_format="sbhd", cu_seqlens_q=torch.tensor([0, 8])).documents(8)
+        PackedSeqParams(qkv_format="sbhd", cu_seqlens_q=torch.tensor([0, 8])).layout(8)
 
 
 def test_samples_with_documents_become_one_sequence() -> None:
@@ -42,11 +43,11 @@ def test_samples_with_documents_become_one_sequence() -> None:
     packed, params = pack_batch(batch)
     assert packed.keys() == {"tokens"}
     assert packed["tokens"].tolist() == [list(range(8))]
-    assert params is not None and params.documents(8) == Documents((0, 1, 4, 8))
+    assert params is not None and params.layout(8) == TokenLayout.of_documents((0, 1, 4, 8))
     assert params.max_seqlen_q == 4
     # Bounds that the device has are read from their copy on the host.
     away = dataclasses.replace(params, cu_seqlens_q=torch.empty(11, dtype=torch.int32, device="meta"))
-    assert away.documents(8) == params.documents(8)
+    assert away.layout(8) == params.layout(8)
     assert pack_batch({"tokens": tokens}) == ({"tokens": tokens}, None)
 
 

@@ -190,7 +190,7 @@ def test_on_a_gpu_bounds_hide_what_the_mask_hides(a: str, monkeypatch: pytest.Mo
     for index in range(40):
         theirs, ours = masks[index], bounds[index]
         assert ours.keys() == theirs.keys() - {"attention_mask"} | {"cu_seqlens", "max_seqlen"}
-        documents = PackedSeqParams(cu_seqlens_q=ours["cu_seqlens"]).documents(64)
+        documents = PackedSeqParams(cu_seqlens_q=ours["cu_seqlens"]).layout(64)
         first = Visible(documents=documents).find_first_seen(torch.arange(64)).unsqueeze(1)
         at = torch.arange(64)
         assert torch.equal((at > at.unsqueeze(1)) | (at < first), theirs["attention_mask"][0])
@@ -336,7 +336,7 @@ def test_document_bounds_come_from_the_file(tmp_path: Path) -> None:
         batch = {name: value[None] for name, value in sample.items()}
         _, packed = pack_batch(batch)
         assert packed is not None and "attention_mask" not in sample
-        starts = packed.documents(25).starts
+        starts = packed.layout(25).starts
         assert torch.equal((starts[:, None] <= places[None, :]) & (places[None, :] <= places[:, None]), expected)
         firsts = {int(token): int((tokens == token).nonzero()[0]) for token in tokens}
         assert sample["position_ids"].tolist() == [int(p) - firsts[int(t)] for p, t in zip(places, tokens, strict=True)]

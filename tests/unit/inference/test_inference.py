@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from megatron.core.errors import ConfigError
 from megatron.core.inference.generate import generate
-from megatron.core.inference.kv_cache import KVCache
 from megatron.core.inference.sampling import Sampling, choose_next_tokens, keep_likely
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.sequences.state import SequenceState
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 VOCABULARY, POSITIONS = 96, 40
@@ -85,10 +85,10 @@ def logits_in_parts(model: GPTModel, tokens: torch.Tensor) -> tuple[torch.Tensor
     positions = torch.arange(12).expand_as(tokens)
     with torch.inference_mode():
         whole = model(tokens, positions, None)
-        cache, parts = KVCache(12), []
+        state, parts = SequenceState(2, 12), []
         for start, end in ((0, 5), (5, 6), (6, 12)):
-            parts.append(model(tokens[:, start:end], positions[:, start:end], None, inference_context=cache))
-            cache.advance(end - start)
+            state.begin([end - start] * 2)
+            parts.append(model(tokens[:, start:end], positions[:, start:end], None, inference_context=state))
     return whole, torch.cat(parts, dim=1)
 
 

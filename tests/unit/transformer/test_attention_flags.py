@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron.core.errors import ConfigError
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.sequences.token_layout import TokenLayout
 from megatron.core.transformer.core_attention import query_blocks
 from megatron.core.transformer.core_attention.interface import AttentionInputs, AttentionOptions, Visible
 from megatron.core.transformer.core_attention.local import LocalAttention
@@ -244,7 +245,6 @@ class GrowingCache:
     """The smallest key-value cache: keeps lists."""
 
     def __init__(self) -> None:
-        self.sequence_len_offset = 0
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -265,9 +265,9 @@ def test_cache_gives_what_full_recomputation_gives(flags: str, steps: list[int],
         expected = model(ids, positions)
         for count in steps:
             part = slice(done, done + count)
+            cache.layout = TokenLayout((count,) * len(ids), (done,) * len(ids), is_packed=False)
             outputs.append(model(ids[:, part], positions[:, part], inference_context=cache))
             done += count
-            cache.sequence_len_offset = done
     torch.testing.assert_close(torch.cat(outputs, dim=1), expected, rtol=1e-4, atol=1e-5)
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from megatron.core.errors import ConfigError
-from megatron.core.inference.kv_cache import KVCache
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.sequences.state import SequenceState
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.parameters import initialise_parameters
 from megatron.core.transformer.attention import Attention, CrossAttention, CrossAttentionSubmodules
@@ -88,12 +88,12 @@ def test_a_new_kind_shares_cache_core_and_projection() -> None:
     assert attention.linear_proj.weight.shape == (32, 4 * VALUE_WIDTH)
     ids, positions, labels = token_batch()
     with torch.inference_mode():
-        expected, cache, parts, done = model(ids, positions), KVCache(16), [], 0
+        expected, cache, parts, done = model(ids, positions), SequenceState(len(ids), 16), [], 0
         for count in (5, 1, 10):
             part = slice(done, done + count)
+            cache.begin([count] * len(ids))
             parts.append(model(ids[:, part], positions[:, part], inference_context=cache))
             done += count
-            cache.advance(count)
     torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-4, atol=1e-5)
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.errors import ConfigError
-from megatron.core.inference.kv_cache import KVCache
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.plan.read import read_plan
+from megatron.core.sequences.state import SequenceState
 from megatron.core.transformer.core_attention import query_blocks, sdpa
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
 from megatron.core.transformer.core_attention.interface import (
@@ -351,14 +351,14 @@ def test_cache_gives_what_full_recomputation_gives(flags: str, steps: list[int],
         if "softmax_offset" in name:
             torch.nn.init.normal_(param)
     ids, positions, _ = token_batch()
-    cache, outputs, done = KVCache(SEQUENCE_LENGTH), [], 0
+    cache, outputs, done = SequenceState(len(ids), SEQUENCE_LENGTH), [], 0
     with torch.inference_mode():
         expected = model(ids, positions)
         for count in steps:
             part = slice(done, done + count)
+            cache.begin([count] * len(ids))
             outputs.append(model(ids[:, part], positions[:, part], inference_context=cache))
             done += count
-            cache.advance(count)
     torch.testing.assert_close(torch.cat(outputs, dim=1), expected, rtol=1e-4, atol=1e-5)
 
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from megatron.core.errors import ConfigError
-from megatron.core.inference.kv_cache import KVCache
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.plan.read import read_plan
+from megatron.core.sequences.state import SequenceState
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
 from megatron.core.transformer.norms import HeadL2Norm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -36,11 +36,11 @@ def logits(model: GPTModel, *parts: int) -> torch.Tensor:
     with torch.no_grad():
         if not parts:
             return model(ids, positions)
-        cache, found = KVCache(ids.shape[1]), []
+        state, found = SequenceState(*ids.shape), []
         for count in parts:
-            part = slice(cache.sequence_len_offset, cache.sequence_len_offset + count)
-            found.append(model(ids[:, part], positions[:, part], inference_context=cache))
-            cache.advance(count)
+            part = slice(state.lengths[0], state.lengths[0] + count)
+            state.begin([count] * len(ids))
+            found.append(model(ids[:, part], positions[:, part], inference_context=state))
     return torch.cat(found, dim=1)
 
 

@@ -15,8 +15,9 @@ from torch.nn.attention import SDPBackend
 
 from megatron.core.context_parallel.sharding import list_positions_of_rank
 from megatron.core.errors import ConfigError
-from megatron.core.packed_seq_params import Documents, PackedSeqParams
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.sequences.token_layout import TokenLayout
 from megatron.core.transformer.core_attention import flash, flex, query_blocks
 from megatron.core.transformer.core_attention.block_kernels import MergedBlocks, PlainKernel, Rule, Sequences
 from megatron.core.transformer.core_attention.cuda import CUDAAttention
@@ -138,7 +139,11 @@ def test_attention_is_the_definition(calls: list[FlashCall], case: Case, widths:
 @pytest.mark.parametrize("kind", ["causal", "full", "window", "documents", "chunks", "documents and window"])
 @pytest.mark.parametrize(("queries", "keys"), [(300, 300), (256, 256), (130, 300), (5, 5)])
 def test_blocks_of_flex_attention_are_what_is_visible(kind: str, queries: int, keys: int) -> None:
-    documents = Documents((0, min(4, keys - 1), keys)) if keys < 100 else Documents((0, 1, 120, 200, 201, keys))
+    documents = (
+        TokenLayout.of_documents((0, min(4, keys - 1), keys))
+        if keys < 100
+        else TokenLayout.of_documents((0, 1, 120, 200, 201, keys))
+    )
     visible = Visible(
         causal=kind != "full", window=100 if "window" in kind else None, chunk=90 if kind == "chunks" else None,
         documents=documents if "documents" in kind else None,
@@ -202,7 +207,7 @@ def test_a_ranks_queries_with_gathered_keys(calls: list[FlashCall], first: int) 
     bounds, last = (0, 3, 4, 11, 12, 21, 24), 22
     core = core_attention(24, window_size=(5, 0))
     query, key, value = operands(1, (24, 16))
-    whole = Visible(window=5, documents=Documents(bounds))
+    whole = Visible(window=5, documents=TokenLayout.of_documents(bounds))
     expected = core.backend(AttentionInputs(query, key, value, whole))
     found = core.backend(AttentionInputs(query[first:last], key[:last], value[:last], whole))
     torch.testing.assert_close(found, expected[first:last])
@@ -259,7 +264,7 @@ def test_the_order_of_torchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu(training)
     gpu(dataclasses.replace(training, training=False))
     gpu(dataclasses.replace(training, query=q[-1:]))
-    gpu(dataclasses.replace(training, visible=Visible(documents=Documents((0, 5, 24)))))
+    gpu(dataclasses.replace(training, visible=Visible(documents=TokenLayout.of_documents((0, 5, 24)))))
     without = [flash_kernel, efficient, math]
     assert [order for order, _ in seen] == [[cudnn, *without], without, without, without, without]
     assert all(is_ordered for _, is_ordered in seen)
@@ -404,7 +409,9 @@ def test_blocks_of_a_ring_are_what_is_visible(kind: str, size: int) -> None:
         bounds = (0, *sorted(random.sample(range(1, whole), random.randint(1, 8))), whole)
         window = random.randint(0, whole - 2) if "window" in kind else None
         chunk = random.randint(1, whole - 1) if "chunks" in kind else None
-        visible = Visible(window=window, documents=Documents(bounds) if "documents" in kind else None, chunk=chunk)
+        visible = Visible(
+            window=window, documents=TokenLayout.of_documents(bounds) if "documents" in kind else None, chunk=chunk
+        )
         first_seen = visible.find_first_seen(torch.arange(whole))
         for rank in range(size):
             own = list_positions_of_rank(whole, rank, size)

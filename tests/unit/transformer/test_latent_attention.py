@@ -15,7 +15,6 @@ from benchmarks.memory import KeptForBackward
 from megatron.core.dist_checkpointing.upstream_dist import our_names
 from megatron.core.errors import ConfigError
 from megatron.core.inference.generate import generate
-from megatron.core.inference.kv_cache import KVCache
 from megatron.core.inference.sampling import Sampling
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -24,6 +23,7 @@ from megatron.core.placement import get_placement
 from megatron.core.plan.kinds import find_kind
 from megatron.core.plan.read import read_plan
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.sequences.state import SequenceState
 from megatron.core.transformer.execution.operations import describe_operations
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -259,11 +259,11 @@ def test_a_cache_of_latent_vectors_changes_no_logits(case: str, monkeypatch: pyt
 
     for choice in (choose, lambda *_: True, lambda *_: False):
         monkeypatch.setattr(MLASelfAttention, "_is_absorbed_cheaper", choice)
-        cache, parts = KVCache(SEQUENCE_LENGTH), []
+        cache, parts = SequenceState(len(ids), SEQUENCE_LENGTH), []
         for first, end in ((0, 6), (6, 7), (7, 8), (8, 12), (12, SEQUENCE_LENGTH)):
             with torch.no_grad():
+                cache.begin([end - first] * len(ids))
                 parts.append(model(ids[:, first:end], positions[:, first:end], inference_context=cache))
-            cache.advance(end - first)
         torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-4)
     assert taken[:2] == [False] * 2, "the prompt, in both layers"
     assert taken[2:6] == [True] * 4, "two single tokens"
@@ -272,8 +272,9 @@ def test_a_cache_of_latent_vectors_changes_no_logits(case: str, monkeypatch: pyt
 def test_bytes_of_the_cache() -> None:
     model = build_model(f"{LOW_RANK_QUERIES} --bf16").eval()
     ids, positions, _ = token_batch(batch=3)
-    cache = KVCache(64)
+    cache = SequenceState(len(ids), 64)
     with torch.no_grad():
+        cache.begin([ids.shape[1]] * len(ids))
         model(ids, positions, inference_context=cache)
     held = sum(x.numel() * x.element_size() for layer in cache._layers.values() for x in layer)
     layers, sequences, width = 2, 3, 11 + 4

@@ -58,7 +58,7 @@ def reference_losses(
     ids, positions, labels = token_batch(batch=loss_mask.shape[0])
     embed = model.embedding.word_embeddings.weight
     head = model.output_layer.weight if model.output_layer.weight is not None else embed
-    angles = model._rotation(model.rotary_pos_emb, ids.t(), 0, SingleRankGroup())
+    angles = model.rotary_pos_emb.build_rotation(ids.shape[1])
     assert angles is not None
     hidden = model.decoder(embed[ids.t()], None, angles, packed_seq_params=packed)
     mask = loss_mask.double()
@@ -159,10 +159,10 @@ def test_tokens_move_one_place_inside_their_documents() -> None:
     bounds = torch.tensor([0, 3, 3, 7], dtype=torch.int32)
     packed = PackedSeqParams(cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
     tokens = torch.arange(1, 9).unsqueeze(0)  # the last one belongs to no document, and so is one by itself
-    shift = TokenShift(SingleRankGroup(), packed, 8)
+    shift = TokenShift(SingleRankGroup(), packed.layout(8))
     assert shift(tokens).tolist() == [[2, 3, 0, 5, 6, 7, 0, 0]]
     assert shift(shift(tokens)).tolist() == [[3, 0, 0, 6, 7, 0, 0, 0]]
-    assert TokenShift(SingleRankGroup(), None, 8)(tokens).tolist() == [[2, 3, 4, 5, 6, 7, 8, 0]]
+    assert TokenShift(SingleRankGroup())(tokens).tolist() == [[2, 3, 4, 5, 6, 7, 8, 0]]
 
 
 def test_a_microbatch_without_tokens_that_count_has_finite_gradients() -> None:

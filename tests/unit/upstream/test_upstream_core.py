@@ -235,7 +235,7 @@ def test_routing_of_tokens() -> None:
 
 def test_embeddings_and_losses_under_their_packages(pretended: Any) -> None:
     rotary, yarn, scale = use("models.common.embeddings", "RotaryEmbedding", "YarnRotaryEmbedding", "_yarn_get_mscale")
-    plain = rotary(kv_channels=8, rotary_percent=1.0).build_rotation(4, 0, torch.device("cpu"))
+    plain = rotary(kv_channels=8, rotary_percent=1.0).build_rotation(4, torch.device("cpu"))
     assert plain.cos.shape[0] == 4 and float(plain.cos[0].min()) == 1.0
     assert yarn(kv_channels=8, rotary_percent=1.0, scaling_factor=4.0).mscale > 1.0 and scale(1.0, 5.0) == 1.0
     rows = use("models.common.embeddings.rope_utils", "get_pos_emb_on_this_cp_rank")

@@ -28,7 +28,6 @@ from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import initialise_parameters, parameter_dtype
 from megatron.core.transformer.layer_inputs import StageInputs
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLoss, TokenShift
-from megatron.core.transformer.rotary import Rotation
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -207,13 +206,15 @@ class GPTModel(LanguageModule):
         if packed_seq_params is not None and packed_seq_params.cp_group is not None:
             sequence = packed_seq_params.cp_group
         if packed_seq_params is None and decoder_input is None:  # positions of packed documents begin anew at each
-            self._check_length(input_ids.shape[1] * self.pg_collection.cp.size())
+            longest = input_ids.shape[1] * self.pg_collection.cp.size()
+            self._check_length(longest if inference_context is None else inference_context.layout.longest)
         hidden_states, further = self._hidden_states_in(input_ids, position_ids, decoder_input)
         inputs = self._list_layer_inputs(hidden_states, attention_mask, inference_context, packed_seq_params, sequence)
         hidden_states = self._run_decoder(hidden_states, inputs)
         shift = None
         if self.config.mtp_num_layers is not None and inference_context is None:
-            shift = TokenShift(sequence, packed_seq_params, self._sequence_length(hidden_states, sequence))
+            length = self._sequence_length(hidden_states, sequence)
+            shift = TokenShift(sequence, None if packed_seq_params is None else packed_seq_params.layout(length))
         # Where logits are asked for, nobody asks for further tokens; the next stage expects them in any case.
         if self.predicts_further and shift is not None and (labels is not None or not self.post_process):
             further = self.mtp(input_ids, position_ids, hidden_states, self._find_embedding(), shift, inputs)
@@ -233,22 +234,21 @@ class GPTModel(LanguageModule):
         packed_seq_params: PackedSeqParams | None,
         sequence: Group,
     ) -> StageInputs:
-        """What layers read beside hidden states [s, b, h] of the tokens behind those that the cache holds."""
-        offset = 0 if inference_context is None else inference_context.sequence_len_offset
+        """What layers read beside hidden states [s, b, h], or in generation those of the context's layout."""
+        length, device = self._sequence_length(hidden_states, sequence), hidden_states.device
+        layout = None if inference_context is None else inference_context.layout
+        # Packed documents keep angles that grow through all of them: scores depend on distances only.
         rotation, local_rotation = (
-            self._rotation(angles, hidden_states, offset, sequence)
+            None if angles is None else angles.build_rotation(length, device, sequence, layout)
             for angles in (self.rotary_pos_emb, self.local_rotary_pos_emb)
         )
-        unrotated = None
-        if self.temperature is not None:
-            length = self._sequence_length(hidden_states, sequence)
-            unrotated = self.temperature.build_rotation(
-                length, offset, hidden_states.device, sequence, packed_seq_params
-            )
         if packed_seq_params is not None:
             assert hidden_states.shape[1] == 1, f"a packed batch is one sequence, not {hidden_states.shape[1]}"
             # Wrong bounds are refused, and right ones read from their device, before the first layer.
-            packed_seq_params.documents(self._sequence_length(hidden_states, sequence))
+            layout = packed_seq_params.layout(length)
+        unrotated = None
+        if self.temperature is not None:
+            unrotated = self.temperature.build_rotation(length, device, sequence, layout)
         return StageInputs(attention_mask, rotation, inference_context, local_rotation, packed_seq_params, unrotated)
 
     def _run_decoder(self, hidden_states: Tensor, inputs: StageInputs) -> Tensor:
@@ -257,9 +257,9 @@ class GPTModel(LanguageModule):
         return output
 
     def compute_states(self, input_ids: Tensor, position_ids: Tensor, inference_context: InferenceContext) -> Tensor:
-        """In generation: hidden states [s, b, h] behind the final norm of these tokens [b, s], which follow those that
-        the cache holds. `compute_logits` makes logits of them; the model is whole, on one process."""
-        self._check_length(inference_context.sequence_len_offset + input_ids.shape[1])
+        """In generation: hidden states [s, b, h] behind the final norm of these tokens [b, s], in the context's layout.
+        `compute_logits` makes logits of them; the model is whole, on one process."""
+        self._check_length(inference_context.layout.longest)
         hidden_states, _ = self._hidden_states_in(input_ids, position_ids, None)
         inputs = self._list_layer_inputs(hidden_states, None, inference_context, None, self.pg_collection.cp)
         return self._run_decoder(hidden_states, inputs)
@@ -270,7 +270,7 @@ class GPTModel(LanguageModule):
         """In generation: one depth of multi-token prediction, counted from 1.
 
         hidden_states: [s, b, h] of the depth before, of `compute_states` for the first. input_ids: [b, s], the tokens
-        `depth` places behind theirs. inference_context: a cache of this depth alone, which holds the positions before
+        `depth` places behind theirs. inference_context: a state of this depth alone, which holds the positions before
         them. Returns [s, b, h], of which `compute_logits` makes logits of the tokens after those.
         """
         embedding = self._find_embedding()
@@ -320,15 +320,6 @@ class GPTModel(LanguageModule):
         in the number format in which stages exchange."""
         joined = torch.cat(states)
         return joined.float() if self.config.fp32_residual_connection else joined
-
-    def _rotation(
-        self, angles: RotaryEmbedding | None, hidden_states: Tensor, offset: int, sequence: Group
-    ) -> Rotation | None:
-        """Cosines and sines of this rank's tokens, the first token of the sequence being at position `offset`."""
-        if angles is None:
-            return None
-        length = self._sequence_length(hidden_states, sequence)
-        return angles.build_rotation(length, offset, hidden_states.device, sequence)
 
     def _hidden_states_in(
         self, input_ids: Tensor, position_ids: Tensor, decoder_input: Tensor | None

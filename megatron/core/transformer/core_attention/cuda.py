@@ -124,13 +124,13 @@ class CUDAAttention(AttentionBackend):
         """The bounds of the documents or chunks, and the first key that any query sees."""
         query, keys, visible = inputs.query, inputs.key.shape[0], inputs.visible
         before, device = keys - query.shape[0], query.device
-        first_key = next(inputs.stretches()).start
+        first_key = next(inputs.segments()).start
 
         def build() -> Sequences:
-            stretches = list(inputs.stretches()) * query.shape[1]
+            segments = list(inputs.segments()) * query.shape[1]
             # A document of which this rank has the end only has more keys than queries, which are the last of them.
             return Sequences.build(
-                [end - first for _, first, end in stretches], [end - start for start, _, end in stretches], device
+                [end - first for _, first, end in segments], [end - start for start, _, end in segments], device
             )
 
         # Every layer has the same bounds, which are copied to the device.

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.enums import AttnMaskType
-from megatron.core.packed_seq_params import Documents, Stretch
 from megatron.core.plan.read import read_plan
+from megatron.core.sequences.token_layout import Segment, TokenLayout
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _ALL = slice(None)
@@ -45,7 +45,7 @@ class Visible:
     """A query sees so many keys before its own position; None for all. Only where causal."""
     mask: Tensor | None = None
     """bool [b or 1, 1, s or 1, t], True where a key is hidden."""
-    documents: Documents | None = None
+    documents: TokenLayout | None = None
     """A query sees only keys of its own document; the keys begin where the packed sequence does. Only where causal,
     without a mask, and with b = 1."""
     chunk: int | None = None
@@ -92,16 +92,11 @@ class Visible:
             starts = positions - (positions - starts) % self.chunk
         return starts if self.window is None else torch.maximum(starts, positions - self.window)
 
-    def stretches(self, first: int, end: int) -> Iterator[Stretch]:
+    def segments(self, first: int, end: int) -> Iterator[Segment]:
         """The queries [first, end), divided where documents and chunks end; each with where its keys begin."""
-        whole = Stretch(0, first, end)
-        for start, begin, stop in [whole] if self.documents is None else self.documents.stretches(first, end):
-            while begin < stop:
-                # Chunks are counted from the beginning of the document, so that a document is the same alone.
-                start = start if self.chunk is None else begin - (begin - start) % self.chunk
-                until = stop if self.chunk is None else min(stop, start + self.chunk)
-                yield Stretch(start, begin, until)
-                start = begin = until
+        documents = TokenLayout.of_documents((0, end)) if self.documents is None else self.documents
+        # Chunks are counted from the beginning of the document, so that a document is the same alone.
+        return documents.segments(first, end, self.chunk)
 
     def blocks(self, queries: int, keys: int, size: int) -> Iterator[tuple[slice, slice]]:
         """Blocks of at most `size` queries, each with the keys that its queries see any of."""
@@ -158,7 +153,7 @@ class AttentionInputs:
             visible=self.visible.cut(queries, keys),
         )
 
-    def by_stretch(self) -> Iterator[AttentionInputs]:
+    def by_segment(self) -> Iterator[AttentionInputs]:
         """The queries of each document or chunk with the keys of the same: causal attention of one sequence each.
 
         The work is the sum over the documents and chunks, not the square of the whole sequence.
@@ -167,14 +162,14 @@ class AttentionInputs:
         visible = dataclasses.replace(self.visible, documents=None, chunk=None)
         undivided = dataclasses.replace(self, visible=visible, is_part=True)
         first = self.key.shape[0] - self.query.shape[0]
-        for start, begin, stop in self.stretches():
+        for start, begin, stop in self.segments():
             yield undivided.cut(slice(begin - first, stop - first), slice(start, stop))
 
-    def stretches(self) -> Iterator[Stretch]:
+    def segments(self) -> Iterator[Segment]:
         """Where the documents or chunks of the queries lie, counted in the keys."""
         # Fewer queries than keys are the last of the positions: a rank's piece, with the keys gathered up to its end.
         end = self.key.shape[0]
-        return self.visible.stretches(end - self.query.shape[0], end)
+        return self.visible.segments(end - self.query.shape[0], end)
 
 
 class KeptByShape(Generic[Made]):
@@ -225,7 +220,7 @@ class AttentionBackend(ABC):
         """See CoreAttention."""
         if inputs.visible.documents is None and inputs.visible.chunk is None:
             return self.attend(inputs)
-        return torch.cat([self.attend(stretch) for stretch in inputs.by_stretch()])
+        return torch.cat([self.attend(segment) for segment in inputs.by_segment()])
 
     @abstractmethod
     def attend(self, inputs: AttentionInputs) -> Tensor:

@@ -27,7 +27,7 @@ class MaxLogits:
         """See CoreAttention."""
         # Scores are measured document by document, and attention is the backend's: it may have one call for all.
         is_whole = inputs.visible.documents is None and inputs.visible.chunk is None
-        for part in (inputs,) if is_whole else inputs.by_stretch():
+        for part in (inputs,) if is_whole else inputs.by_segment():
             self._note(part)
         return self.backend(inputs)
 

@@ -106,9 +106,9 @@ def list_blocks_in_bands(ranks: tuple[int, int], size: int, query: Tensor, visib
     held = [list_pieces_of_rank(each, size) for each in (rank, source)]
     blocks = []
     if rank == source:
-        # Both pieces see themselves, in one call: where the second one begins, so does a stretch.
+        # Both pieces see themselves, in one call: where the second one begins, so does a segment.
         lengths = [
-            end - begin for piece in held[0] for _, begin, end in visible.stretches(piece * half, (piece + 1) * half)
+            end - begin for piece in held[0] for _, begin, end in visible.segments(piece * half, (piece + 1) * half)
         ]
         window = visible.window if visible.window is not None and visible.window < max(lengths) - 1 else None
         lengths *= query.shape[1]
@@ -131,8 +131,8 @@ def list_blocks_in_bands(ranks: tuple[int, int], size: int, query: Tensor, visib
 def _meet(visible: Visible, first: int, first_key: int, length: int) -> Iterator[tuple[slice, slice, int | None]]:
     """Which queries of the piece at position `first` see which keys of the earlier piece at `first_key`, both of
     `length` tokens, and within which window of the last ones; nothing where none sees any."""
-    # Only what begins before the queries' piece can have keys there; every later stretch begins within it.
-    start, _, stop = next(visible.stretches(first, first + length))
+    # Only what begins before the queries' piece can have keys there; every later segment begins within it.
+    start, _, stop = next(visible.segments(first, first + length))
     begin, end = max(start, first_key), first_key + length
     if visible.window is None:
         if begin < end:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.context_parallel.sharding import shard_sequence
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import Group
+from megatron.core.sequences.token_layout import TokenLayout
 from megatron.core.transformer.rotary import Rotation
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -40,22 +40,14 @@ class AttentionTemperature:
         return torch.log1p(torch.floor((positions.float() + 1.0) / self.floor_tokens)) * self.scale + 1.0
 
     def build_rotation(
-        self,
-        length: int,
-        offset: int,
-        device: torch.device,
-        sequence: Group,
-        packed_seq_params: PackedSeqParams | None = None,
+        self, length: int, device: torch.device, sequence: Group, layout: TokenLayout | None = None
     ) -> Rotation:
-        """The factor of positions [offset, offset + length), and angles of no channels.
+        """The factor of positions [0, length), or of those of a layout, and angles of no channels.
 
         Of them those that this rank holds, where the ranks of `sequence` share the sequence.
         """
-        # Packed documents have their bounds on the host; without them nothing has to travel to the device.
-        if packed_seq_params is None:
-            positions = torch.arange(offset, offset + length, device=device)
-        else:
-            positions = torch.arange(length) - packed_seq_params.documents(length).starts
+        # A layout has its positions on the host; without one nothing has to travel to the device.
+        positions = torch.arange(length, device=device) if layout is None else layout.positions
         scale = shard_sequence(self.compute_scale(positions), sequence.rank(), sequence.size())
         nothing = torch.empty(len(scale), 0, device=device)
         return Rotation(nothing, nothing, False, scale.to(device, non_blocking=True).view(-1, 1, 1, 1))

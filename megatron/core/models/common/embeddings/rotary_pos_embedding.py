@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megatron.core.context_parallel.sharding import shard_sequence
 from megatron.core.process_groups_config import Group
+from megatron.core.sequences.token_layout import TokenLayout
 from megatron.core.transformer.rotary import Rotation
 
 
@@ -85,18 +86,24 @@ class RotaryEmbedding(nn.Module):
         return every[:, None, None, :]
 
     def build_rotation(
-        self, length: int, offset: int = 0, device: torch.device | None = None, cp_group: Group | None = None
+        self,
+        length: int,
+        device: torch.device | None = None,
+        cp_group: Group | None = None,
+        layout: TokenLayout | None = None,
     ) -> Rotation:
-        """Cosines and sines of positions [offset, offset + length) on `device`; of them those that this rank holds,
-        where the ranks of `cp_group` share the sequence."""
-        end = offset + length
+        """Cosines and sines of positions [0, length), or in generation of those of a layout, on `device`; of them those
+        that this rank holds, where the ranks of `cp_group` share the sequence."""
+        end = length if layout is None else layout.longest
         device = self.inv_freq.device if device is None else device
         if self._table is None or self._table[0].shape[0] < end or self._table[0].device != device:
             known = 0 if self._table is None else self._table[0].shape[0]
-            # A cache makes positions grow by one: twice the table each time, instead of a new one for every token.
-            angles = self.compute_angles(max(end, 2 * known if known < end and offset else end))
+            # Generation makes positions grow by one: twice the table each time, instead of a new one for every token.
+            angles = self.compute_angles(max(end, 2 * known if known < end and layout is not None else end))
             self._table = tuple((x * self.magnitude).to(device) for x in (angles.cos(), angles.sin()))
-        cos, sin = (x[offset:end] for x in self._table)
+        cos, sin = (x[end - length : end] for x in self._table)
+        if layout is not None and layout.is_packed:
+            cos, sin = (x[layout.move_positions(device)] for x in self._table)
         if cp_group is not None:
             cos, sin = (shard_sequence(x, cp_group.rank(), cp_group.size()) for x in (cos, sin))
         return Rotation(cos, sin, self.rotary_interleaved)

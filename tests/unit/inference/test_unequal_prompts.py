@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts of unequal lengths in one batch: read in one call, with the probabilities and the tokens of each one alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.core.inference.generate import generate
+from megatron.core.inference.sampling import Sampling
+from megatron.core.inference.speculation import Speculation
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.sequences.state import SequenceState
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.unit.gpt_models import VOCAB_SIZE, build_model
+
+LENGTHS, FURTHER = (7, 3, 3, 1, 11), 6
+ROPE = "--position-embedding-type rope --normalization RMSNorm --swiglu"
+GROUPS = "--group-query-attention --num-query-groups 2"
+LATENT = f"""{ROPE} --multi-latent-attention --kv-lora-rank 11 --qk-head-dim 10 --qk-pos-emb-head-dim 4 --v-head-dim 5
+    --rope-type rope"""
+KINDS = {
+    "learned positions": "",
+    "grouped queries, part of a head rotated": f"{ROPE} {GROUPS} --rotary-percent 0.5 --rotary-interleaved",
+    "windows, local angles, sinks": f"{ROPE} {GROUPS} --window-size 2,0 --window-attn-skip-freq 2 "
+    "--rotary-base-local 50 --softmax-type learnable",
+    "chunks, temperature": f"{ROPE} --num-layers 4 --attention-chunk-size 3 --no-rope-freq 2 "
+    "--attn-temperature-scale 0.7 --attn-temperature-floor 3",
+    "bounded scores": f"{ROPE} --attn-logit-softcapping 2 --attention-output-gate --qk-layernorm",
+    "yarn": "--position-embedding-type yarn --yarn-original-max-position-embeddings 4 --rotary-scaling-factor 4",
+    "latent vectors": LATENT,
+    "latent vectors, low rank, window": f"{LATENT} --q-lora-rank 13 --window-size 3,0 --kv-lora-rank 3",
+    "experts": f"{ROPE} --num-experts 4 --moe-router-topk 2 --disable-bias-linear",
+}
+
+
+def texts_of(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
+
+
+def model_of(flags: str) -> GPTModel:
+    model = build_model(f"--max-position-embeddings 64 --init-method-std 0.3 {flags}").eval()
+    for name, param in model.named_parameters():
+        if "softmax_offset" in name:
+            nn.init.normal_(param)
+    return model
+
+
+def read(model: nn.Module, state: SequenceState, new: list[list[int]]) -> Tensor:
+    """Log-probabilities [b, v] of the token after each sequence."""
+    layout = state.begin([len(tokens) for tokens in new])
+    ids = layout.join_tokens(new)
+    logits = model(ids, layout.positions.expand_as(ids), None, inference_context=state)
+    return layout.take_last(logits.transpose(0, 1), 1)[0].log_softmax(-1)
+
+
+def read_alone(model: nn.Module, text: list[int]) -> Tensor:
+    """The same of one text, without a state."""
+    ids = torch.tensor([text])
+    return model(ids, torch.arange(len(text))[None], None)[0, -1].log_softmax(-1)
+
+
+@torch.no_grad()
+def assert_same_probabilities(model: nn.Module) -> None:
+    """One call with all prompts, then one and two tokens of each, and of different numbers; all as each text alone."""
+    whole = texts_of(*(length + FURTHER for length in LENGTHS))
+    state, done = SequenceState(len(whole), max(LENGTHS) + FURTHER), [0] * len(whole)
+    rows = list(range(len(whole)))
+    for new in (LENGTHS, (1,) * 5, (2,) * 5, (1, 2, 1, 1), (1, 1, 1, 2)):
+        if len(new) < len(rows):  # the second text has ended
+            rows.remove(1)
+            state.select([0, 2, 3, 4])
+        ends = {row: done[row] + count for row, count in zip(rows, new, strict=True)}
+        found = read(model, state, [whole[row][done[row] : end] for row, end in ends.items()])
+        for place, (row, end) in enumerate(ends.items()):
+            torch.testing.assert_close(found[place], read_alone(model, whole[row][:end]), rtol=0, atol=1e-5)
+            done[row] = end
+
+
+@pytest.mark.parametrize("backend", ["auto", "local", "unfused"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_probabilities_are_those_of_each_text_alone(kind: str, backend: str) -> None:
+    special = any(flag in KINDS[kind] for flag in ("softmax-type", "softcapping"))
+    if backend == "unfused" and special:
+        pytest.skip("torch's operator has neither sinks nor bounds")
+    assert_same_probabilities(model_of(f"{KINDS[kind]} --attention-backend {backend}"))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(greedy=True), Sampling(seed=9, top_k=8)])
+@pytest.mark.parametrize("kind", ["learned positions", "windows, local angles, sinks", "latent vectors", "experts"])
+def test_tokens_and_passes(kind: str, sampling: Sampling) -> None:
+    model = model_of(KINDS[kind])
+    batch, calls = texts_of(*LENGTHS), []
+    model.decoder.register_forward_hook(lambda _, __, output: calls.append(output.shape[0] * output.shape[1]))
+    done = generate(model, batch, max_new_tokens=12, sampling=sampling, vocab_size=60)
+    # All prompts in one pass, without padding, and each further token in one.
+    assert calls == [sum(LENGTHS), *[len(LENGTHS)] * 11]
+    for row, (prompt, completion) in enumerate(zip(batch, done, strict=True)):
+        own = dataclasses.replace(sampling, seed=sampling.seed + row)
+        options: dict[str, Any] = {"max_new_tokens": 12, "sampling": own, "vocab_size": 60}
+        assert generate(model, [prompt], **options) == [completion]
+        assert generate(model, [prompt], use_cache=False, **options) == [completion]
+    assert generate(model, batch, max_new_tokens=12, sampling=sampling, vocab_size=60, use_cache=False) == done
+    # Texts that have ended are no longer computed.
+    eod, calls[:] = done[0].tokens[4], []
+    ended = generate(model, batch, max_new_tokens=12, sampling=sampling, vocab_size=60, eod=eod)
+    for completion, longer in zip(ended, done, strict=True):
+        end = longer.tokens.index(eod) if eod in longer.tokens else 12
+        assert completion.tokens == longer.tokens[:end]
+    read_by = [len(completion.tokens) + (completion.ended_by == "eod") for completion in ended]
+    assert calls[1:] == [sum(count > done for count in read_by) for done in range(1, max(read_by))]
+
+
+@pytest.mark.parametrize("kind", ["grouped queries, part of a head rotated", "chunks, temperature", "latent vectors"])
+def test_each_text_keeps_its_right_drafts(kind: str) -> None:
+    """The second of two texts has as many passes in a batch as alone, however wrong the drafts of the first one are."""
+    model = model_of(f"{KINDS[kind]} --mtp-num-layers 2")
+    batch = texts_of(*LENGTHS)
+    options: dict[str, Any] = {"max_new_tokens": 16, "sampling": Sampling(greedy=True), "vocab_size": 60}
+    expected, passes = generate(model, batch, **options), []
+    for prompt, completion in zip(batch, expected, strict=True):
+        speculation = Speculation(model)
+        assert generate(model, [prompt], speculation=speculation, **options) == [completion]
+        passes.append(speculation.passes)
+    speculation = Speculation(model)
+    assert generate(model, batch, speculation=speculation, **options) == expected
+    assert speculation.passes == max(passes) and speculation.texts_read == sum(passes)
+
+
+# ---- recurrent states
+
+
+class DecayedSum(MegatronModule):
+    """A mixer in the place of attention: each token's output is the decayed sum of all tokens so far."""
+
+    def __init__(self, config: TransformerConfig, layer_number: int, **_: Any) -> None:
+        super().__init__(config)
+        self.layer_number, self.decay = layer_number, 0.5 + 0.1 * layer_number
+
+    def forward(self, hidden_states: Tensor, *inputs: Any) -> tuple[Tensor, None]:
+        context = inputs[2]
+        if context is None:
+            return self.scan(hidden_states, hidden_states.new_zeros(hidden_states.shape[1:]))[0], None
+        (state,) = context.read_recurrent(self.layer_number, hidden_states.new_zeros(hidden_states.shape[2]))
+        outputs = []
+        for rows, x in context.layout.group(hidden_states):
+            output, state[rows] = self.scan(x, state[rows])
+            outputs.append(output)
+        context.write_recurrent(self.layer_number, state)
+        return context.layout.join(outputs), None
+
+    def scan(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """[s, b, h] from a state [b, h] on: outputs [s, b, h] and the state after them."""
+        outputs = []
+        for token in x:
+            state = self.decay * state + token
+            outputs.append(state)
+        return torch.stack(outputs), state
+
+
+def recurrent_model() -> GPTModel:
+    config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, init_method_std=0.3)
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.self_attention = ModuleSpec(DecayedSum)
+    groups = ProcessGroupCollection.single()
+    return GPTModel(config, spec, VOCAB_SIZE, 64, position_embedding_type="none", pg_collection=groups).eval()
+
+
+def test_a_recurrent_state_begins_anew_with_each_sequence() -> None:
+    model = recurrent_model()
+    assert_same_probabilities(model)
+    # Of constant size, and another batch in its place begins from nothing.
+    state = SequenceState(2, 64)
+    for new in ([[1, 2, 3], [4]], [[5], [6]]):
+        read(model, state, new)
+        assert [x.shape for held in state._recurrent.values() for x in held] == [(2, 32)] * 2
+    state.lengths = [0, 0]
+    found = read(model, state, [[7, 8], [9]])
+    torch.testing.assert_close(found[1], read_alone(model, [9]), rtol=0, atol=1e-5)
