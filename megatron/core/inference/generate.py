@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.errors import ConfigError
-from megatron.core.inference.sampling import Draft, Sampling, choose_next_tokens, confirm_tokens
+from megatron.core.inference.sampling import Draft, Sampling, choose_next_tokens
 from megatron.core.inference.speculation import Speculation
 from megatron.core.sequences.state import SequenceState
 
@@ -33,29 +33,6 @@ class Completion:
     tokens: list[int]
     """The new tokens, without the one that ended the text."""
     ended_by: Literal["eod", "length"]
-
-
-@dataclass
-class _Text:
-    """A prompt and what was written after it."""
-
-    row: int
-    """Of the prompt in the batch."""
-    tokens: list[int]
-    limit: int
-    """Length at which it ends if it does not end by itself."""
-    generator: torch.Generator
-    ended_by: Literal["eod", "length"] | None = None
-
-    def add(self, token: int, enders: frozenset[int]) -> bool:
-        """Write a token, or end at it; returns True where the text has one token more."""
-        if token in enders:
-            self.ended_by = "eod"
-            return False
-        self.tokens.append(token)
-        if len(self.tokens) == self.limit:
-            self.ended_by = "length"
-        return True
 
 
 # Not inference_mode: a model that goes on training may keep what is made here, such as a table of rotary positions, and
@@ -88,61 +65,61 @@ def generate(
         raise ConfigError("--speculate needs the cache of keys and values; leave out --no-kv-cache")
     enders = frozenset([] if eod is None else [eod] if isinstance(eod, int) else eod)
     generators = sampling.build_generators(len(prompts))
-    texts = [
-        _Text(row, list(prompt), _limit(len(prompt), max_new_tokens, max_sequence_length), generators[row])
-        for row, prompt in enumerate(prompts)
-    ]
+    texts = [list(prompt) for prompt in prompts]
+    limits = [_limit(len(prompt), max_new_tokens, max_sequence_length) for prompt in prompts]
+    ended_by: dict[int, Literal["eod", "length"]] = {}
     # Drafts may reach beyond the end of a text.
-    longest = max(text.limit for text in texts) + (0 if speculation is None else speculation.depths)
+    longest = max(limits) + (0 if speculation is None else speculation.depths)
     state = SequenceState(len(texts), longest) if use_cache else None
     if speculation is not None:
         speculation.begin(len(texts), longest, vocab_size)
-    going_on, drafts = texts, list[Draft]()
-    while going_on:
-        # One wait for the device in each pass without speculation: the host chooses what is read next.
-        every = _compute_logits(model, going_on, drafts, state, speculation)
-        writing = list(range(len(going_on)))
+    rows, drafts = list(range(len(texts))), list[Draft]()
+    while rows:
+        every = _compute_logits(model, [texts[row] for row in rows], drafts, state, speculation)
+        writing = list(range(len(rows)))
         for place, logits in enumerate(every.float().unbind()):
             if vocab_size is not None:
                 # Rows that pad the vocabulary to a multiple of the ranks were never trained.
                 logits[:, vocab_size:] = -math.inf
-            if len(writing) < len(going_on):
-                logits = logits[writing]
-            own = [going_on[index].generator for index in writing]
+            own = [generators[rows[index]] for index in writing]
             draft = drafts[place].select(writing) if place < len(drafts) else None
-            if draft is None:
-                chosen = choose_next_tokens(logits, sampling, own).tolist()
-            else:
-                chosen = confirm_tokens(logits, draft, sampling, own).tolist()
+            # One wait for the device in each pass without speculation: the host says what is read next.
+            chosen = choose_next_tokens(logits[writing], sampling, own, draft).tolist()
             for index, token in zip(writing, chosen, strict=True):
-                text = going_on[index]
-                if text.add(token, enders) and on_tokens is not None:
-                    on_tokens(text.row, [token])
-            if draft is None or speculation is None:
-                break
-            # What was read behind another token than this one says nothing about the text.
-            is_right = speculation.count(draft, chosen)
-            writing = [i for i, right in zip(writing, is_right, strict=True) if right and not going_on[i].ended_by]
-            if not writing:
-                break
-        rows = [index for index, text in enumerate(going_on) if text.ended_by is None]
-        if len(rows) < len(going_on):
-            going_on = [going_on[row] for row in rows]
-            if state is not None and rows:
-                state.select(rows)
-        if state is not None and speculation is not None and rows:
-            room = max(text.limit - len(text.tokens) for text in going_on)
-            own = [text.generator for text in going_on]
-            drafts = speculation.draft([text.tokens for text in going_on], rows, state, sampling, own, room - 1)
+                row = rows[index]
+                if token in enders:
+                    ended_by[row] = "eod"
+                    continue
+                texts[row].append(token)
+                if len(texts[row]) == limits[row]:
+                    ended_by[row] = "length"
+                if on_tokens is not None:
+                    on_tokens(row, [token])
+            if draft is not None and speculation is not None:
+                # What was read behind another token than this one says nothing about the text.
+                right = speculation.find_right(draft, chosen)
+                writing = [index for index, is_right in zip(writing, right, strict=True) if is_right]
+                writing = [index for index in writing if rows[index] not in ended_by]
+                if not writing:
+                    break
+        kept = [index for index, row in enumerate(rows) if row not in ended_by]
+        rows = [rows[index] for index in kept]
+        if state is None or not rows:
+            continue
+        state.select(kept)
+        if speculation is not None:
+            room = max(limits[row] - len(texts[row]) for row in rows)
+            own = [generators[row] for row in rows]
+            drafts = speculation.draft([texts[row] for row in rows], kept, state, sampling, own, room - 1)
     return [
-        Completion(text.tokens[len(prompt) :], text.ended_by or "length")
-        for text, prompt in zip(texts, prompts, strict=True)
+        Completion(text[len(prompt) :], ended_by[row])
+        for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True))
     ]
 
 
 def _compute_logits(
     model: nn.Module,
-    texts: Sequence[_Text],
+    texts: Sequence[Sequence[int]],
     drafts: Sequence[Draft],
     state: SequenceState | None,
     speculation: Speculation | None,
@@ -151,17 +128,17 @@ def _compute_logits(
     device = next(model.parameters()).device
     if state is None:
         # No token sees the padding behind a shorter text.
-        tokens = nn.utils.rnn.pad_sequence([torch.tensor(text.tokens) for text in texts], batch_first=True).to(device)
+        tokens = nn.utils.rnn.pad_sequence([torch.tensor(text) for text in texts], batch_first=True).to(device)
         positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
         logits = model(tokens, positions, None, inference_context=None)
-        return torch.stack([logits[row, len(text.tokens) - 1] for row, text in enumerate(texts)]).unsqueeze(0)
-    new = [text.tokens[length:] for text, length in zip(texts, state.lengths, strict=True)]
+        return torch.stack([logits[row, len(text) - 1] for row, text in enumerate(texts)]).unsqueeze(0)
+    new = [list(text[length:]) for text, length in zip(texts, state.lengths, strict=True)]
     for draft in drafts:
         for read, token in zip(new, draft.tokens.tolist(), strict=True):
             read.append(token)
     layout = state.begin([len(read) for read in new])
     tokens = layout.join_tokens(new).to(device)
-    positions = layout.move_positions(device).expand_as(tokens)
+    positions = layout.positions.to(device).expand_as(tokens)
     if speculation is not None:
         return speculation.read(tokens, positions, state, 1 + len(drafts))
     logits = model(tokens, positions, None, inference_context=state)

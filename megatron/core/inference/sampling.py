@@ -51,8 +51,13 @@ class Sampling:
         return [torch.Generator().manual_seed((self.seed + row) % 2**63) for row in range(count)]
 
 
-def choose_next_tokens(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
-    """The next token of each sequence: logits [b, v] -> int64 [b] on the same device. -inf marks what may not come."""
+def choose_next_tokens(
+    logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator], draft: Draft | None = None
+) -> Tensor:
+    """The next token of each sequence: logits [b, v] -> int64 [b] on the same device. -inf marks what may not come.
+    draft: what `confirm_tokens` keeps or replaces."""
+    if draft is not None:
+        return confirm_tokens(logits, draft, sampling, generators)
     if sampling.greedy:
         return logits.argmax(dim=-1)
     return _draw(find_probabilities(logits, sampling), generators).to(logits.device)
@@ -84,8 +89,6 @@ class Draft:
 
     def select(self, rows: Sequence[int]) -> Draft:
         """Those of some sequences."""
-        if len(rows) == len(self.tokens):
-            return self
         return Draft(self.tokens[rows], None if self.probabilities is None else self.probabilities[rows])
 
 

@@ -71,8 +71,8 @@ class Speculation:
         self._read = state.layout.split(hidden_states)
         return self._model.compute_logits(state.layout.take_last(hidden_states, count)).transpose(0, 1)
 
-    def count(self, draft: Draft, chosen: Sequence[int]) -> list[bool]:
-        """Count a draft for some texts; returns for each of them True where its token was chosen."""
+    def find_right(self, draft: Draft, chosen: Sequence[int]) -> list[bool]:
+        """For each text of a draft True where its token was chosen; they are counted."""
         is_right = [token == drafted for token, drafted in zip(chosen, draft.tokens.tolist(), strict=True)]
         self.drafted += len(is_right)
         self.kept += sum(is_right)

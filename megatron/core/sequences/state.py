@@ -53,9 +53,7 @@ class SequenceState:
         held = self._layers[layer_number]
         for memory, x in zip(held, new, strict=True):
             if layout.is_packed:
-                device = memory.device
-                rows = layout.keep(("sequences", device), lambda: layout.sequences.to(device, non_blocking=True))  # noqa: B023
-                memory[layout.move_positions(device), rows] = x[:, 0]
+                memory[layout.move_places(memory.device)] = x[:, 0]
             else:
                 memory[layout.past[0] : layout.longest] = x
         return tuple(memory[: layout.longest] for memory in held)
@@ -67,14 +65,11 @@ class SequenceState:
 
     def read_recurrent(self, layer_number: int, *initial: Tensor) -> tuple[Tensor, ...]:
         """See InferenceContext."""
-        held = self._recurrent.get(layer_number)
-        every = tuple(x.expand(len(self.lengths), *x.shape).clone() for x in initial)
-        if held is not None:
-            for x, before in zip(every, held, strict=True):
-                for row, past in enumerate(self.layout.past):
-                    if past:
-                        x[row] = before[row]
-        return every
+        state = tuple(x.expand(len(self.lengths), *x.shape).clone() for x in initial)
+        rows = [row for row, past in enumerate(self.layout.past) if past]
+        for x, held in zip(state, self._recurrent[layer_number], strict=True) if rows else ():
+            x[rows] = held[rows]
+        return state
 
     def write_recurrent(self, layer_number: int, *state: Tensor) -> None:
         """See InferenceContext."""
@@ -91,6 +86,8 @@ class SequenceState:
     def select(self, sequences: Sequence[int]) -> None:
         """Go on with these sequences only, in this order."""
         rows = list(sequences)
+        if rows == list(range(len(self.lengths))):
+            return
         self.lengths = [self.lengths[row] for row in rows]
         # Layer by layer, so that no more than one of them is in memory twice.
         for number, held in self._layers.items():

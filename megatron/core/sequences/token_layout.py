@@ -81,12 +81,14 @@ class TokenLayout:
         """Positions in their sequences of the tokens along the first dimension: int64 [t] or, in step, [s]; on the
         host."""
         if not self.is_packed:
-            return torch.arange(self.past[0], self.past[0] + self.new[0])
+            return torch.arange(self.past[0], self.longest)
         return torch.arange(self.length) - self.starts + torch.tensor(self.past)[self.sequences]
 
-    def move_positions(self, device: torch.device) -> Tensor:
-        """`positions` on a device, copied once."""
-        return self.keep(("positions", device), lambda: self.positions.to(device, non_blocking=True))
+    def move_places(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`positions` and `sequences` of packed tokens on a device, copied once: places in memory of [positions,
+        sequences, ...]."""
+        both = (self.positions, self.sequences)
+        return self.keep(("places", device), lambda: tuple(x.to(device, non_blocking=True) for x in both))
 
     def segments(self, first: int, end: int, chunk: int | None = None) -> Iterator[Segment]:
         """The places [first, end) of a packed row, divided where documents end, and these into chunks of so many tokens

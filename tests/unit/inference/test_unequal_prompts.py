@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of unequal lengths in one batch: read in one call, with the probabilities and the tokens of each one alone."""
+"""Prompts of unequal lengths in one batch: read in one call, with the probabilities and tokens that each has alone."""
 
 from __future__ import annotations
 

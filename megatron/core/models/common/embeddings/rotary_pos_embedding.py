@@ -103,7 +103,7 @@ class RotaryEmbedding(nn.Module):
             self._table = tuple((x * self.magnitude).to(device) for x in (angles.cos(), angles.sin()))
         cos, sin = (x[end - length : end] for x in self._table)
         if layout is not None and layout.is_packed:
-            cos, sin = (x[layout.move_positions(device)] for x in self._table)
+            cos, sin = (x[layout.move_places(device)[0]] for x in self._table)
         if cp_group is not None:
             cos, sin = (shard_sequence(x, cp_group.rank(), cp_group.size()) for x in (cos, sin))
         return Rotation(cos, sin, self.rotary_interleaved)
