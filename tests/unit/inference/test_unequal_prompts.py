@@ -21,7 +21,7 @@ from megatron.core.sequences.state import SequenceState
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from tests.unit.gpt_models import VOCAB_SIZE, build_model
+from tests.support.gpt_models import VOCAB_SIZE, build_model
 
 LENGTHS, FURTHER = (7, 3, 3, 1, 11), 6
 ROPE = "--position-embedding-type rope --normalization RMSNorm --swiglu"
