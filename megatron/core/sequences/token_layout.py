@@ -87,8 +87,11 @@ class TokenLayout:
     def move_places(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """`positions` and `sequences` of packed tokens on a device, copied once: places in memory of [positions,
         sequences, ...]."""
-        both = (self.positions, self.sequences)
-        return self.keep(("places", device), lambda: tuple(x.to(device, non_blocking=True) for x in both))
+        positions, sequences = self.positions, self.sequences
+        return self.keep(
+            ("places", device),
+            lambda: (positions.to(device, non_blocking=True), sequences.to(device, non_blocking=True)),
+        )
 
     def segments(self, first: int, end: int, chunk: int | None = None) -> Iterator[Segment]:
         """The places [first, end) of a packed row, divided where documents end, and these into chunks of so many tokens
