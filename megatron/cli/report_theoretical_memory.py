@@ -32,7 +32,7 @@ def describe_workload(config: RunConfig) -> Workload:
 
 def estimate(config: RunConfig) -> MemoryEstimate:
     """What the formulas of the reference system say of a run; raises as `describe_workload`."""
-    return estimate_memory(config.model, config.ddp, describe_workload(config))
+    return estimate_memory(config.model, config.ddp, describe_workload(config), as_reference=True)
 
 
 def read(flags: Sequence[str], environment: Mapping[str, str]) -> RunConfig:

@@ -10,7 +10,9 @@ and gradients. What a process really holds is measured by benchmarks/memory.py.
                   count. 18 bytes each (weight 2, gradient 4, main weight 4, moments 8); with the distributed optimizer
                   6 + 12 / replicas, of which there are dp cp, of experts fewer.
     activations   with sequence parallelism s b h (18 + 4 f / h) / tp a layer, else s b h (10 + 24 / tp): attention
-                  scores are not kept (Korthikanti et al., 2022, table 2, which the second form gives for f = 4 h);
+                  scores are not kept (Korthikanti et al., 2022, table 2, which the second form gives for f = 4 h).
+                  The reference system takes the first form only where attention is recomputed, too
+                  (--recompute-granularity selective), although flash attention never keeps its scores;
                   the layers of min(pp, microbatches) microbatches under way; the ends. Of a layer in FP8 the inputs
                   of the projection to queries, keys and values (h), and of both layers of the MLP (h, f), take one
                   byte a value and their scales, instead of two.
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 _MEGABYTE = 1024 * 1024
 _BILLION = 10**9
 _TOKEN_NUMBER_BYTES = 8
-_ALLOCATOR_SHARE = 1.05  # of the form without sequence parallelism, which counts tensors one by one
+_ALLOCATOR_SHARE = 1.05  # of the second form, which counts tensors one by one
 
 
 @dataclass(frozen=True)
@@ -138,12 +140,18 @@ def count_layers(model: TransformerConfig, layers: Iterable[LayerPlan], *, has_f
 
 
 def estimate_memory(
-    model: TransformerConfig, replicas: DistributedDataParallelConfig, workload: Workload
+    model: TransformerConfig,
+    replicas: DistributedDataParallelConfig,
+    workload: Workload,
+    *,
+    as_reference: bool = False,
 ) -> MemoryEstimate:
     """Bytes that the most loaded process of a run holds; the head of this file says what counts, and the sources.
 
-    model: its shape and layout. replicas: whether they divide the optimizer's state among them.
+    model: its shape and layout. replicas: whether they divide the optimizer's state among them. as_reference: activations
+    by the form that the reference system takes, instead of the one that fits what flash attention keeps.
     """
+    is_divided = _is_sequence_divided(model, as_reference=as_reference)
     stages, ranks = model.pipeline_model_parallel_size, model.tensor_model_parallel_size
     counts = count_parameters(model, padded_vocab_size=workload.padded_vocab_size, untied=workload.has_output_layer)
     decoder, prediction = counts.decoder, counts.prediction
@@ -161,8 +169,8 @@ def estimate_memory(
     tokens = workload.seq_length // model.context_parallel_size * workload.micro_batch_size
     divides = replicas.use_distributed_optimizer
     in_flight = _count_layers_in_flight(model, workload.num_microbatches)
-    layer = _estimate_layer_activations(model, tokens) - _count_spared_by_rounding(model, tokens)
-    kept = _estimate_activations(model, layer, tokens, workload)
+    layer = _estimate_layer_activations(model, tokens, is_divided) - _count_spared_by_rounding(model, tokens)
+    kept = _estimate_activations(model, layer, tokens, workload, is_divided)
     on_host = _estimate_layer_on_host(model, layer, tokens) * model.num_layers * in_flight
     # 12 of the bytes of a parameter are the optimizer's.
     state_on_host = workload.offloaded_state * (
@@ -193,11 +201,16 @@ def _count_parameter_bytes(replicas: float, distributed_optimizer: bool) -> floa
     return 6 + 12 / replicas if distributed_optimizer else 18
 
 
-def _estimate_layer_activations(model: TransformerConfig, tokens: int) -> float:
+def _is_sequence_divided(model: TransformerConfig, *, as_reference: bool) -> bool:
+    """Whether activations have the first form, in which all of a layer is divided; as_reference: as `estimate_memory`."""
+    return model.sequence_parallel and (not as_reference or model.recompute_granularity == "selective")
+
+
+def _estimate_layer_activations(model: TransformerConfig, tokens: int, is_divided: bool) -> float:
     """Bytes one layer keeps of one microbatch for its backward pass."""
     assert model.ffn_hidden_size is not None
     hidden, ranks = model.hidden_size, model.tensor_model_parallel_size
-    if model.sequence_parallel:
+    if is_divided:
         return tokens * (18 * hidden + 4 * model.ffn_hidden_size) / ranks
     return tokens * hidden * (10 + 24 / ranks)
 
@@ -250,29 +263,32 @@ def _count_layers_in_flight(model: TransformerConfig, num_microbatches: int) -> 
     return min(2.0 if side_by_side else 1.0, num_microbatches / stages)
 
 
-def _estimate_activations(model: TransformerConfig, layer: float, tokens: int, workload: Workload) -> float:
+def _estimate_activations(
+    model: TransformerConfig, layer: float, tokens: int, workload: Workload, is_divided: bool
+) -> float:
     """Bytes of the first stage, or of everything where it is the only one."""
     hidden, stages, ranks = model.hidden_size, model.pipeline_model_parallel_size, model.tensor_model_parallel_size
-    divided = ranks if model.sequence_parallel else 1
+    divided = ranks if is_divided else 1
     # Times the stages, because 1.0 layers in flight stands for that many microbatches.
     embedding = stages * tokens * (_TOKEN_NUMBER_BYTES + hidden) / divided
     # The formula's layer has two branches; letters have one each.
     kept = embedding + layer * sum(len(planned.branches) for planned in read_plan(model).decoder) / 2
     kept *= _count_layers_in_flight(model, workload.num_microbatches)
     if stages == 1:
-        if model.sequence_parallel:
+        if is_divided:
             # 4 bytes an element here and 2 in the other form, as the reference system counts: its figures are what we
             # give.
             kept += 4 * tokens * (hidden + workload.padded_vocab_size) / ranks
         else:
             kept += 2 * tokens * (hidden + workload.padded_vocab_size / ranks)
-    return kept if model.sequence_parallel else kept * _ALLOCATOR_SHARE
+    return kept if is_divided else kept * _ALLOCATOR_SHARE
 
 
 def describe_memory(memory: MemoryEstimate, model: TransformerConfig) -> str:
-    """The estimate in the lines that users know from the reference system; MB are 1024 x 1024 bytes."""
+    """The estimate, made as the reference system makes it, in the lines that users know from there; MB are 1024 x 1024
+    bytes."""
     counts = memory.parameters
-    form = "" if model.sequence_parallel else " (precise, without SP)"
+    form = "" if _is_sequence_divided(model, as_reference=True) else " (precise, without SP)"
     block = counts.decoder.sum_of_all
     further = f"Number of parameters in mtp block in billions: {counts.prediction.sum_of_all / _BILLION:.2f}"
     lines = [

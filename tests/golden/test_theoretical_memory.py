@@ -52,6 +52,30 @@ def test_a_pipeline_holds_no_more_microbatches_than_there_are() -> None:
     assert few.activations == many.activations / 4
 
 
+def test_the_form_without_scores_needs_sequence_parallelism_and_selective_recomputation() -> None:
+    """Llama 2 7B, TP 2: s b h (18 + 4 f / h) / TP is 230 MB a layer; in every other case s b h (10 + 24 / TP) and 5 %."""
+    flags = "--preset llama2-7b --seq-length 4096 --micro-batch-size 1 --global-batch-size 1 --lr 1e-4 --train-iters 1"
+    flags += " --tensor-model-parallel-size 2 --bf16 --mock-data --tokenizer-type NullTokenizer"
+    s, h, f = 4096, 4096, 11008
+    long, short = s * h * 22, s * (18 * h + 4 * f) / 2
+    ends = s * (8 + h) + 2 * s * (h + 32000 / 2)
+    for further, layer in (
+        ("", long),
+        ("--sequence-parallel", long),
+        ("--sequence-parallel --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", long),
+        ("--recompute-granularity selective", long),
+        ("--sequence-parallel --recompute-granularity selective", short),
+    ):
+        config = read(shlex.split(f"{flags} {further}"), {"WORLD_SIZE": "2"})
+        memory = estimate(config)
+        assert memory.layer_activations == layer
+        form, megabytes = (" (precise, without SP)", "352.0") if layer == long else ("", "230.0")
+        line = f"Activation memory footprint per transformer layer{form}: {megabytes} MB"
+        assert line in describe_memory(memory, config.model)
+        if layer == long:
+            assert memory.activations == pytest.approx(1.05 * (32 * long + ends))
+
+
 def squeeze(text: str) -> list[str]:
     """The lines of a report with single spaces; without the name of the function that upstream prints before one."""
     lines = [" ".join(line.split()) for line in text.splitlines()]

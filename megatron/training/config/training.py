@@ -54,8 +54,8 @@ class TrainingConfig(CheckedConfig):
     """The signal that --exit-signal-handler waits for."""
     exit_signal_handler_for_dataloader: bool = flag(False, needs=_SIGNAL_HANDLER)
     """Data loader processes ignore that signal, as they do Ctrl-C, for launchers that send it to every process."""
-    iterations_to_skip: list[int] = flag(default_factory=list, nargs="+", minimum=0, kind="numerics")
-    """Iterations, counted from 0, whose data is passed over without training on it."""
+    iterations_to_skip: list[int] = flag(default_factory=list, nargs="+", minimum=1, kind="numerics")
+    """Iterations, counted from 1 as the log does, whose data is passed over without training on it."""
     decrease_batch_size_if_needed: bool = flag(False, kind="numerics")
     """Round a global batch size that the ranks cannot share evenly down, instead of refusing it."""
     manual_gc: bool = False

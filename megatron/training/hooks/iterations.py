@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class SkipIterationsHook(Hook):
-    """Takes the data of some iterations, counted from 0, and does nothing with it.
+    """Takes the data of some iterations, counted from 1 as the log does, and does nothing with it.
 
     Neither weights nor the learning rate change, and nothing periodic happens.
     """
@@ -32,7 +32,8 @@ class SkipIterationsHook(Hook):
         """The step, or in its place as many microbatches as it would use."""
 
         def step_or_skip(run: Run, batches: Iterator[Batch]) -> None:
-            if run.progress.iteration not in self.iterations:
+            iteration = run.progress.iteration + 1
+            if iteration not in self.iterations:
                 step(run, batches)
                 return
             samples = run.batch_size.running_global_batch_size(run.progress.consumed_train_samples)
@@ -43,7 +44,6 @@ class SkipIterationsHook(Hook):
             # Not "skipped": that counts updates that were not applied because of their gradients.
             run.progress.advance(samples, skipped=False)
             if run.is_first_rank:
-                done = run.progress.iteration
-                say(f"iteration {done} is passed over: --iterations-to-skip {done - 1}")
+                say(f"iteration {iteration} is passed over: --iterations-to-skip {iteration}")
 
         return step_or_skip

@@ -88,17 +88,19 @@ def test_start_eval_at_iter(tmp_path: Path) -> None:
 
 @pytest.mark.flags("--iterations-to-skip")
 def test_iterations_that_are_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = prepare("--iterations-to-skip", "1", "3", *NO_DROPOUT, "--metrics-dir", tmp_path / "skipping")
+    run = prepare("--iterations-to-skip", "2", "4", *NO_DROPOUT, "--metrics-dir", tmp_path / "skipping")
     finish(run)
     found = rows(tmp_path / "skipping")
     assert [(row["iteration"], row["consumed_samples"]) for row in found] == [(1, 4), (3, 12), (5, 20), (6, 24)]
     assert run.progress.iteration == 6 and run.optimizer.step_count == 4 and run.scheduler.num_steps == 4 * 4
-    assert "iteration 2 is passed over: --iterations-to-skip 1" in capsys.readouterr().out
+    assert "iteration 2 is passed over: --iterations-to-skip 2" in capsys.readouterr().out
     # The third iteration trains on the samples that it always does, with the weights after the first.
     train_tiny(*NO_DROPOUT, "--metrics-dir", tmp_path / "plain")
     plain = rows(tmp_path / "plain")
     assert found[0]["lm loss"] == plain[0]["lm loss"]
     assert found[1]["lm loss"] != plain[2]["lm loss"]
+    with pytest.raises(ConfigError, match="--iterations-to-skip 0 is out of range; give a whole number of at least 1"):
+        prepare("--iterations-to-skip", "0")
 
 
 @pytest.mark.flags("--decrease-batch-size-if-needed")

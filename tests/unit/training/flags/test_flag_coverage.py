@@ -181,7 +181,7 @@ def test_nobody_is_told_to_leave_out_what_changes_the_run() -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--mtp-hsm", "--mtp-num-layers without it trains the published form"),
+        ("--mtp-hsm", "it comes with hidden state mixing for multi-token prediction; it is part of what is computed"),
         ("--mtp-hybrid-override-pattern M*", "use --mtp-num-layers, whose layers are transformer layers"),
         (
             "--freeze-all-layers",
