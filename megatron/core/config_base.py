@@ -13,6 +13,7 @@ raises `ConfigError` with all of them. This module and every config module impor
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import re
@@ -249,11 +250,39 @@ ConfigT = TypeVar("ConfigT", bound=CheckedConfig)
 def check(config: CheckedConfig, reported: Collection[str] = ()) -> list[str]:
     """Derive a config's values and list what is wrong with it.
 
-    A field whose value is wrong gets its default, so that the relations of all others can be checked; sentences that
-    name its flag are left out. reported: fields of which the caller has complained already.
+    No rule reads a value that has not been judged: a field whose value is wrong gets its default, one that is missing
+    an example (`fill_missing`), so that the relations of all others can be checked; sentences that name its flag are
+    left out. reported: fields of which the caller has complained already.
+    """
+    config.normalize()
+    twin = copy.copy(config)
+    missing = fill_missing(config)
+    relations = _check_values_and_relations(config, {*reported, *missing})
+    if missing:
+        fill_missing(twin, 2)
+        relations = keep_common(relations, _check_values_and_relations(twin, {*reported, *missing}))
+    return [*(problem for name, problem in missing.items() if name not in reported), *relations]
+
+
+def fill_missing(config: CheckedConfig, multiple: int = 1) -> dict[str, str]:
+    """Give each field that must be given, and is not, so many times its example; field -> the sentence about it.
+
+    What rules say then is true whatever the value is where they say it of several multiples: see `keep_common`.
     """
     settings = get_settings(type(config))
-    config.normalize()
+    missing = {name: s for name, s in settings.items() if s.example is not None and getattr(config, name) is None}
+    for name, setting in missing.items():
+        object.__setattr__(config, name, multiple * setting.example)
+    return {name: find_field_problem(setting, None) or "" for name, setting in missing.items()}
+
+
+def keep_common(sentences: Sequence[str], others: Collection[str]) -> list[str]:
+    """The sentences that are among the others, too."""
+    return [text for text in sentences if text in others]
+
+
+def _check_values_and_relations(config: CheckedConfig, reported: Collection[str]) -> list[str]:
+    settings = get_settings(type(config))
     broken = _broken_fields(config)
     for name in broken:
         # Configs may be frozen dataclasses.

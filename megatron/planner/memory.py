@@ -148,8 +148,8 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Bytes that the most loaded process of a run holds; the head of this file says what counts, and the sources.
 
-    model: its shape and layout. replicas: whether they divide the optimizer's state among them. as_reference: activations
-    by the form that the reference system takes, instead of the one that fits what flash attention keeps.
+    model: its shape and layout. replicas: whether they divide the optimizer's state among them. as_reference:
+    activations by the form that the reference system takes, instead of the one that fits what flash attention keeps.
     """
     is_divided = _is_sequence_divided(model, as_reference=as_reference)
     stages, ranks = model.pipeline_model_parallel_size, model.tensor_model_parallel_size
@@ -202,7 +202,7 @@ def _count_parameter_bytes(replicas: float, distributed_optimizer: bool) -> floa
 
 
 def _is_sequence_divided(model: TransformerConfig, *, as_reference: bool) -> bool:
-    """Whether activations have the first form, in which all of a layer is divided; as_reference: as `estimate_memory`."""
+    """Whether activations have the first form, in which all of a layer is divided."""
     return model.sequence_parallel and (not as_reference or model.recompute_granularity == "selective")
 
 

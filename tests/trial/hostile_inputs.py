@@ -122,6 +122,14 @@ def _odd_flags(seed: int, rng: random.Random) -> HostileCase:
     return HostileCase(seed, "flags", PRETRAIN, arguments)
 
 
+def _left_out(seed: int, rng: random.Random) -> HostileCase:
+    """The same, and a flag with its value is missing."""
+    case = _odd_flags(seed, rng)
+    at = 2 * rng.randrange(len(MODEL) // 2)
+    case.kind, case.arguments = f"without {MODEL[at]}", [*case.arguments[:at], *case.arguments[at + 2 :]]
+    return case
+
+
 def _bad_path(seed: int, rng: random.Random) -> HostileCase:
     """A path that is not what it should be: in a flag of the trainer, or of a tool."""
     path = rng.choice(
@@ -256,7 +264,7 @@ def _bad_tool(seed: int, rng: random.Random) -> HostileCase:
 
 KINDS = (
     _bad_value, _odd_flags, _bad_path, _bad_dataset, _bad_checkpoint, _bad_tokenizer, _bad_documents,
-    _bad_settings_file, _bad_environment, _bad_tool, _bad_value, _odd_flags,
+    _bad_settings_file, _bad_environment, _bad_tool, _bad_value, _odd_flags, _left_out,
 )  # fmt: skip
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from megatron.core.config_base import CheckedConfig, flag
 from megatron.core.setting import Needs, NeedsGPU, PathText
 
+_MOST_MINUTES = 10_000_000
+"""19 years: clocks that count nanoseconds in 64 bits overflow after 292."""
 _RECORDER = Needs("--flight-recorder-dump-path", lambda run: run.flight_recorder_dump_path is not None)
 
 
@@ -25,10 +27,14 @@ class DistributedInitConfig(CheckedConfig):
     )
     """Communication library; nccl on CUDA devices and gloo on CPUs when not given."""
     # Also the time in which the processes must find each other when a job starts.
-    distributed_timeout_minutes: int = flag(10, minimum=1, unit="minutes")
+    distributed_timeout_minutes: int = flag(10, minimum=1, maximum=_MOST_MINUTES, unit="minutes")
     """How long a collective may wait for other ranks."""
     distributed_timeout_seconds_after_init: int | None = flag(
-        None, minimum=1, unit="seconds", needs=Needs("several processes", lambda run: run.world_size > 1)
+        None,
+        minimum=1,
+        maximum=60 * _MOST_MINUTES,
+        unit="seconds",
+        needs=Needs("several processes", lambda run: run.world_size > 1),
     )
     """How long a collective may wait from the second iteration on; as before when not given."""
     flight_recorder_dump_path: PathText | None = flag(

@@ -90,8 +90,10 @@ class GPTModelFlags(CheckedConfig):
         chosen = [self.say(name) for name in exclusive if getattr(self, name)]
         if len(chosen) > 1:
             yield f"{' and '.join(chosen)} contradict each other; keep one activation"
-        if self.spec is not None and len(self.spec) != 2 and self.spec != ["local"]:
-            yield (
-                f"{self.say('spec').strip()} is not a module and the name of a function in it, such as my_layers "
-                "layer_spec"
-            )
+        if self.spec is not None and self.spec != ["local"]:
+            names = [part for word in self.spec[:1] for part in word.split(".")] + self.spec[1:]
+            if len(self.spec) != 2 or not all(map(str.isidentifier, names)):
+                yield (
+                    f"{self.say('spec').strip()} is not a module and the name of a function in it, such as my_layers "
+                    "layer_spec; write a module as in an import, without a path"
+                )

@@ -11,13 +11,13 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TextIO
 
 from megatron.core import __version__
-from megatron.core.config_base import check, names_any, unchecked
+from megatron.core.config_base import check, fill_missing, get_settings, keep_common, names_any, unchecked
 from megatron.core.errors import ConfigError
 from megatron.training.config.container import RunConfig
 from megatron.training.config.gpu_needs import describe_gpu_needs
@@ -116,21 +116,15 @@ def _examine(parsed: ParsedFlags, environ: Mapping[str, str], world_size: int) -
     """Derive, then let every config, their relations and the flags of coming capabilities judge the result."""
     # Read before derivation: what a user wrote and what followed from it must stay apart for notes and for sources.
     given = {dest: entry.value for dest, entry in parsed.given.items()}
-    run = _unchecked_run(given, world_size)
     planned = PlannedFlags({flag.dest: flag for flag in table_flags()}, given)
-    notes = [*parsed.notes, *derive(run, given.keys())]
-    derive_across_groups(run)
-    refused = _refuse_by_status(parsed, run)
-    rules = [
-        *contradicting_flags(run, given.keys()),
-        *checkpoint_problems(run),
-        *environment_problems(run, environ),
-    ]
-    for group in group_classes():
-        config = getattr(run, group)
-        # A setting that is refused for its status is judged no further.
-        rules += check(config, refused & vars(config).keys())
-    rules += run.problems()
+    run, missing = _unchecked_run(given, world_size)
+    notes, rules, refused = _judge(run, parsed, environ, missing)
+    parsed.problems += refused.values()
+    if missing:
+        parsed.problems += [Problem("rule", text) for text in missing.values() if not names_any(text, parsed.broken)]
+        parsed.broken.update(spelling for name in missing for spelling in get_settings(type(run.model))[name].spellings)
+        twin, _ = _unchecked_run(given, world_size, multiple=2)
+        rules = keep_common(rules, _judge(twin, parsed, environ, missing)[1])
     unavailable = list(combinations_to_come(run))
     parsed.problems += [
         Problem("planned" if text in unavailable else "rule", text)
@@ -138,7 +132,7 @@ def _examine(parsed: ParsedFlags, environ: Mapping[str, str], world_size: int) -
         if not names_any(text, parsed.broken)
     ]
     # After all rules: notes are about settings that are legal and have nothing to do.
-    notes += idle_notes(run, given.keys())
+    notes = [*parsed.notes, *notes, *idle_notes(run, given.keys())]
     if not rules and not parsed.problems:
         notes += schedule_notes(run)
     sources = {flag.name: "default" for flag in declared_flags()}
@@ -150,24 +144,41 @@ def _examine(parsed: ParsedFlags, environ: Mapping[str, str], world_size: int) -
     return Examination(config, tuple(dict.fromkeys(parsed.problems)), program, planned)
 
 
-def _refuse_by_status(parsed: ParsedFlags, run: RunConfig) -> set[str]:
-    """Refuse what is planned or not supported; names of the settings concerned.
+def _judge(
+    run: RunConfig, parsed: ParsedFlags, environ: Mapping[str, str], missing: Collection[str]
+) -> tuple[list[str], list[str], dict[str, Problem]]:
+    """Derive, then ask every rule: notes; what stands against the settings; the settings that are refused for their
+    status, with the reason. missing: settings that have a stand-in, and a complaint of their own."""
+    given = parsed.given.keys()
+    notes = list(derive(run, given))
+    derive_across_groups(run)
+    refused = _refuse_by_status(parsed, run)
+    rules = [*contradicting_flags(run, given), *checkpoint_problems(run), *environment_problems(run, environ)]
+    for group in group_classes():
+        config = getattr(run, group)
+        # A setting that is refused for its status is judged no further.
+        rules += check(config, {*refused, *missing} & vars(config).keys())
+    return notes, [*rules, *run.problems()], refused
+
+
+def _refuse_by_status(parsed: ParsedFlags, run: RunConfig) -> dict[str, Problem]:
+    """Why each setting is refused that is planned or not supported.
 
     What derivation has turned back into the default has no effect, and passes.
     """
-    refused = set()
+    refused = {}
     for name, entry in parsed.given.items():
         problem = entry.refusal()
         group = entry.flag.config
         value = getattr(getattr(run, group), name) if group in group_classes() else entry.value
         if problem is not None and value != entry.flag.default:
-            parsed.problems.append(problem)
-            refused.add(name)
+            refused[name] = problem
     return refused
 
 
-def _unchecked_run(given: Mapping[str, Any], world_size: int) -> RunConfig:
-    """The settings as they were written, with defaults for all others, neither derived nor checked."""
+def _unchecked_run(given: Mapping[str, Any], world_size: int, multiple: int = 1) -> tuple[RunConfig, dict[str, str]]:
+    """The settings as they were written, with defaults for all others, neither derived nor checked; and a sentence for
+    each that must be given and is missing, which has so many times its example."""
     groups: dict[str, Any] = {name: {} for name in group_classes()}
     for flag in declared_flags():
         if flag.dest in given:
@@ -175,9 +186,11 @@ def _unchecked_run(given: Mapping[str, Any], world_size: int) -> RunConfig:
     made: dict[str, Any] = {
         name: unchecked(config_class, groups[name]) for name, config_class in group_classes().items()
     }
+    missing: dict[str, str] = {}
     for config in made.values():
         config.normalize()
-    return unchecked(RunConfig, made | {"world_size": world_size})
+        missing |= fill_missing(config, multiple)
+    return unchecked(RunConfig, made | {"world_size": world_size}), missing
 
 
 def _parse(argv: Sequence[str], parsed: ParsedFlags, extra_flags: ExtraFlags | None) -> None:

@@ -247,7 +247,7 @@ def read_layer_spec(
 
     words: of --spec: a module and the name of a function in it, without parameters or with one for the config, or of a
     ModuleSpec; None or `local`: our own layer. implementation: of --transformer-impl. Raises ConfigError where the
-    words lead nowhere, and as `choose_implementation` does.
+    words lead nowhere, or their module or function fails, and as `choose_implementation` does.
     """
     from megatron.core.device import current_device
     from megatron.core.models.gpt.gpt_layer_specs import by_transformer_engine, get_gpt_layer_local_spec
@@ -259,8 +259,12 @@ def read_layer_spec(
         chosen = choose_implementation("local" if words else implementation, current_device())
         return by_transformer_engine(spec) if chosen.is_engine else spec
     found = _import_named(*words)
-    if callable(found) and not isinstance(found, ModuleSpec):
-        found = found(config) if inspect.signature(found).parameters else found()
+    # A builtin, such as os.system, makes no layer, and is not to be called with what it was not made for.
+    if callable(found) and not isinstance(found, ModuleSpec) and not inspect.isbuiltin(found):
+        try:
+            found = found(config) if inspect.signature(found).parameters else found()
+        except Exception as error:
+            raise _spec_error(words, error) from error
     if not isinstance(found, ModuleSpec):
         raise ConfigError(f"--spec {' '.join(words)} gives a {type(found).__name__}; it must give a ModuleSpec")
     return found
@@ -272,11 +276,21 @@ def _import_named(module_name: str, name: str) -> Any:
     except ModuleNotFoundError as error:
         # "a.b" fails with the name "a" where the package is missing, with another name where one of its imports is.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # something that the user's module itself imports
+            raise _spec_error((module_name, name), error) from error
         raise ConfigError(
             f"--spec {module_name} {name}: there is no module {error.name}; "
             "add its directory to the environment variable PYTHONPATH"
         ) from None
+    except Exception as error:
+        raise _spec_error((module_name, name), error) from error
     if not hasattr(module, name):
-        raise ConfigError(f"--spec {module_name} {name}: {module.__file__} has no {name}")
+        place = getattr(module, "__file__", None) or module_name
+        raise ConfigError(f"--spec {module_name} {name}: {place} has no {name}")
     return getattr(module, name)
+
+
+def _spec_error(words: Sequence[str], error: Exception) -> ConfigError:
+    """The sentence for an error in a user's own module or function."""
+    return ConfigError(
+        f"--spec {' '.join(words)} fails with {type(error).__name__}: {error}; --traceback shows where in your code"
+    )

@@ -55,19 +55,30 @@ def test_a_spec_may_be_an_object_or_ask_for_the_config(monkeypatch: pytest.Monke
         "    return ready\n"
         "def nothing():\n"
         "    return 5\n"
+        "def failing():\n"
+        "    return {}['b']\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("ready", "of_config"):
         assert isinstance(first_mlp(build_model(f"--spec my_layers {name}")), ScaledMLP)
     with pytest.raises(ConfigError, match="--spec my_layers nothing gives a int; it must give a ModuleSpec"):
         build_model("--spec my_layers nothing")
+    with pytest.raises(ConfigError, match="--spec my_layers failing fails with KeyError: 'b'; --traceback shows"):
+        build_model("--spec my_layers failing")
+    (tmp_path / "importing.py").write_text("import no_such_module")
+    with pytest.raises(ConfigError, match="--spec importing spec fails with ModuleNotFoundError: No module named"):
+        build_model("--spec importing spec")
+    # A builtin makes no layer; and it must not be called: this one would end the process.
+    for words, sentence in (("os _exit", "gives a builtin_function"), ("sys nothing", "sys has no nothing")):
+        with pytest.raises(ConfigError, match=f"--spec {words}.*{sentence}"):
+            build_model(f"--spec {words}")
     with pytest.raises(ConfigError, match="my_layers.py has no other"):
         build_model("--spec my_layers other")
     with pytest.raises(ConfigError, match="no module no_such_package.*PYTHONPATH"):
         build_model("--spec no_such_package.layers spec")
 
 
-@pytest.mark.parametrize("words", ["my_layers", "a b c"])
+@pytest.mark.parametrize("words", ["my_layers", "a b c", "../../x y", "a..b c"])
 def test_a_spec_is_two_words(words: str) -> None:
     problems = examine([*SMALLEST_RUN.split(), "--spec", *words.split()], {}).problems
     assert [f"--spec {words} is not a module" in problem.text for problem in problems] == [True]
