@@ -53,7 +53,7 @@ def test_a_pipeline_holds_no_more_microbatches_than_there_are() -> None:
 
 
 def test_the_form_without_scores_needs_sequence_parallelism_and_selective_recomputation() -> None:
-    """Llama 2 7B, TP 2: s b h (18 + 4 f / h) / TP is 230 MB a layer; in every other case s b h (10 + 24 / TP) and 5 %."""
+    """Llama 2 7B, TP 2: s b h (18 + 4 f / h) / TP is 230 MB a layer; else s b h (10 + 24 / TP), and 5 % on top."""
     flags = "--preset llama2-7b --seq-length 4096 --micro-batch-size 1 --global-batch-size 1 --lr 1e-4 --train-iters 1"
     flags += " --tensor-model-parallel-size 2 --bf16 --mock-data --tokenizer-type NullTokenizer"
     s, h, f = 4096, 4096, 11008
