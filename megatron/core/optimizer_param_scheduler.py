@@ -17,7 +17,7 @@ turns the flags, which may be in iterations, into them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from megatron.core.errors import CheckpointError, ConfigError
@@ -120,7 +120,10 @@ class OptimizerParamScheduler:
         override_opt_param_scheduler: bool = False,
         wsd_decay_steps: int | None = None,
         lr_wsd_decay_style: str | None = None,
+        samples_per_iteration: int | None = None,
     ) -> None:
+        """samples_per_iteration: where these lengths were given in iterations."""
+        self._samples_per_iteration = samples_per_iteration
         self.optimizer = optimizer
         self.init_lr, self.max_lr, self.min_lr = init_lr, max_lr, min_lr
         self.lr_warmup_steps, self.lr_decay_steps, self.lr_decay_style = lr_warmup_steps, lr_decay_steps, lr_decay_style
@@ -243,6 +246,14 @@ class OptimizerParamScheduler:
             idle |= {"wd_incr_steps"}
         return idle
 
+    def _advise(self, differing: Sequence[str], saved: Mapping[str, Any]) -> str:
+        """What to give for the checkpoint's curves; a longer run is the usual reason why they differ."""
+        steps, unit = saved.get("lr_decay_steps", 0), self._samples_per_iteration
+        if differing != ["lr_decay_steps"] or (unit is not None and steps % unit):
+            return "use the same values"
+        length = f"--lr-decay-samples {steps}" if unit is None else f"--lr-decay-iters {steps // unit}"
+        return f"give {length}, the checkpoint's, for the same curve, which then stays at --min-lr"
+
     def state_dict(self) -> dict[str, Any]:
         """Position and shape of the curves; plain numbers and texts."""
         return {"num_steps": self.num_steps, **{key: getattr(self, key) for key in _STATE_FLAGS}}
@@ -258,8 +269,8 @@ class OptimizerParamScheduler:
                     f"{_STATE_FLAGS[key]} was {saved[key]} and is {getattr(self, key)}" for key in differing
                 )
                 raise CheckpointError(
-                    f"the checkpoint's schedule differs from this run's: {listing}; use the same values, or pass "
-                    "--override-opt_param-scheduler (this run's win) or --use-checkpoint-opt_param-scheduler "
+                    f"the checkpoint's schedule differs from this run's: {listing}; {self._advise(differing, saved)}, "
+                    "or pass --override-opt_param-scheduler (this run's win) or --use-checkpoint-opt_param-scheduler "
                     "(the checkpoint's win)"
                 )
             for key, value in saved.items():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron.core.errors import say
 from megatron.training.run import Run
 from megatron.training.step import reduce_losses, train_step
 
@@ -17,7 +18,13 @@ if TYPE_CHECKING:
 
 
 def train(run: Run) -> None:
-    """Step until the configured iterations or until a hook asks to stop; everything periodic is a hook."""
+    """Step until the configured iterations or until a hook asks to stop; everything periodic is a hook. A run that was
+    finished before it began does nothing, and says so."""
+    if run.is_repeated:
+        if run.is_first_rank:
+            done, target = run.progress.iteration, run.progress.target_iterations
+            say(f"nothing is left to do: iteration {done} of {target} is done; raise --train-iters to go on")
+        return
     # One iterator for the whole run: its loader processes read ahead of the step that is computed.
     batches = time_batches(
         run.data.open("train", run.progress.consumed_train_samples), run.timers("batch-generator", 2)

@@ -194,6 +194,16 @@ class Run:
         return self.groups.world.rank() == 0
 
     @property
+    def is_repeated(self) -> bool:
+        """Whether the run had been finished, and its end saved where it saves, before it began."""
+        settings = self.config.checkpoint
+        is_saved = settings.save is None or (
+            self.loaded_from is not None and self.loaded_from.parent.resolve() == Path(settings.save).resolve()
+        )
+        is_done = self.progress.iteration > 0 and self.progress.finished
+        return is_done and is_saved and not self.config.validation.skip_train
+
+    @property
     def num_microbatches(self) -> int:
         """Microbatches of this rank in the next step."""
         # A batch size that grows, or a plan, gives other numbers as the run goes on: everything here is a function of

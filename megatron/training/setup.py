@@ -40,9 +40,9 @@ from megatron.core.transformer.execution.cuda_graphs import record_layers
 from megatron.training.attention_logits import AttentionLogits
 from megatron.training.checkpoint.foreign_files import prepare_foreign_save
 from megatron.training.checkpoint.save_and_load import load_checkpoint
-from megatron.training.checkpoint.save_directories import prepare_save
+from megatron.training.checkpoint.save_directories import prepare_save, refuse_to_undo
 from megatron.training.config.container import RunConfig
-from megatron.training.config.relations import compute_schedule_lengths
+from megatron.training.config.relations import compute_schedule_lengths, samples_per_scheduled_iteration
 from megatron.training.data.loading import SPLITS, TrainingData, build_loader_settings, check_loader_processes
 from megatron.training.data.planned_batches import build_step_plans
 from megatron.training.data.samples import build_batch_size_calculator, count_iterations, count_needed_samples
@@ -75,6 +75,7 @@ def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[H
         # Last, because it writes into the memory of everything in the run: weights, optimizer, schedule, progress,
         # hooks.
         load_checkpoint(run)
+        refuse_to_undo(config, process.groups.world, run.progress)
         # A checkpoint says which sizes are passed already.
         check_batch_sizes(run)
     except BaseException:
@@ -310,6 +311,7 @@ def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> Optimize
         override_opt_param_scheduler=scheduler.override_opt_param_scheduler,
         wsd_decay_steps=steps.wsd_decay_steps,
         lr_wsd_decay_style=scheduler.lr_wsd_decay_style,
+        samples_per_iteration=None if config.training.train_iters is None else samples_per_scheduled_iteration(config),
     )
 
 

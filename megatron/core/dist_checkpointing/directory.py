@@ -18,6 +18,7 @@ for the rename.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -89,22 +90,41 @@ def find_directory(root: Path, iteration: int | None = None) -> Path | None:
 
 
 def list_superseded(root: Path, newest: int, keep_last: int) -> list[int]:
-    """Iterations of the checkpoints that `keep_last` others up to and with iteration `newest` make superfluous.
+    """Iterations of the complete checkpoints that `keep_last` others up to and with iteration `newest` make
+    superfluous.
 
-    Only complete ones count and are listed: with a manifest, and every file in the length that it says. Iterations
-    beyond `newest` belong to a run that went back, and links to whoever made them: neither counts or is listed.
+    Iterations beyond `newest` belong to a run that went back, and links to whoever made them: neither counts or is
+    listed.
     """
+    older = [iteration for iteration in list_complete(root) if iteration <= newest]
+    return [iteration for iteration in older if not iteration_directory(root, iteration).is_symlink()][keep_last:]
+
+
+def list_complete(root: Path) -> list[int]:
+    """Iterations whose checkpoint is complete, newest first: with a manifest, and every file in the length that it
+    says."""
     complete = []
     for iteration in saved_iterations(root):
         path = iteration_directory(root, iteration)
-        if iteration > newest or path.is_symlink():
-            continue
         try:
             check_lengths(path, read_manifest(path))
         except CheckpointError:
             continue
         complete.append(iteration)
-    return complete[keep_last:]
+    return complete
+
+
+def set_aside(root: Path, iteration: int) -> Path | None:
+    """Let a checkpoint that another of its iteration is about to replace stay, as `iter_0000010.earlier-1`. Returns
+    where it is now; None where there is none. Raises StorageError."""
+    path = iteration_directory(root, iteration)
+    if not path.is_dir():
+        return None
+    free = next(name for n in itertools.count(1) if not (name := path.with_name(f"{path.name}.earlier-{n}")).exists())
+    with storage_errors(f"renaming {path}"):
+        os.rename(path, free)
+        sync_directory(root)
+    return free
 
 
 def remove_checkpoint(root: Path, iteration: int) -> None:

@@ -4,18 +4,28 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import zlib
 from pathlib import Path
 
 from megatron.core.dist_checkpointing import non_persistent
 from megatron.core.dist_checkpointing.agreement import on_first_rank, with_everyone
-from megatron.core.dist_checkpointing.directory import make_save_directory, refuse_unwritable, settle_leftovers
+from megatron.core.dist_checkpointing.directory import (
+    list_complete,
+    make_save_directory,
+    refuse_unwritable,
+    settle_leftovers,
+)
 from megatron.core.dist_checkpointing.directory_lock import DirectoryLock
+from megatron.core.dist_checkpointing.legacy import find_legacy_file
 from megatron.core.dist_checkpointing.local_checkpoints import find_rank_directory
-from megatron.core.errors import say
+from megatron.core.dist_checkpointing.upstream_dist import find_upstream_checkpoint
+from megatron.core.errors import ConfigError, say
 from megatron.core.process_groups_config import Group
 from megatron.training.config.checkpoint import CheckpointConfig
+from megatron.training.config.container import RunConfig
+from megatron.training.run import Progress
 
 
 def find_non_persistent_directory(settings: CheckpointConfig, root: str) -> Path:
@@ -95,6 +105,40 @@ def prepare_save(settings: CheckpointConfig, world: Group) -> list[DirectoryLock
             lock.release()
         raise
     return locks
+
+
+def refuse_to_undo(config: RunConfig, world: Group, progress: Progress) -> None:
+    """Raise ConfigError on every rank where this run, which does not continue what is in --save, would save over or
+    before a complete checkpoint there, so that the newest weights look lost."""
+    settings = config.checkpoint
+    will_save = not (progress.finished or config.validation.skip_train or settings.ckpt_convert_format)
+    if settings.save is None or settings.start_over or not will_save or continues_saved_run(settings):
+        return
+    root = Path(settings.save)
+    newest = on_first_rank(world, lambda: find_newest_complete(root))
+    if newest is not None and newest > progress.iteration:
+        begins = progress.iteration + 1
+        raise ConfigError(
+            f"--save {root} holds iteration {newest}, which this run, beginning with iteration {begins}, would undo or "
+            f"save anew; give --load {root} to go on from there, another directory, or --start-over, which keeps what "
+            "is there"
+        )
+
+
+def continues_saved_run(settings: CheckpointConfig) -> bool:
+    """Whether a run goes on from what is in --save."""
+    if settings.save is None or settings.load is None or settings.finetune:
+        return False
+    return Path(settings.load).resolve() == Path(settings.save).resolve()
+
+
+def find_newest_complete(root: Path) -> int | None:
+    """The newest iteration of which a directory has a complete checkpoint, of ours or of upstream's; None without."""
+    upstreams = find_upstream_checkpoint(root)
+    file = find_legacy_file(root)
+    paths = [path for path in (upstreams, None if file is None else file.parent.parent) if path is not None]
+    named = [int(match[1]) for path in paths if (match := re.fullmatch("iter_([0-9]+)", path.name))]
+    return max([*list_complete(root)[:1], *named], default=None)
 
 
 def say_once(world: Group, sentence: str) -> None:

@@ -141,6 +141,9 @@ class CheckpointConfig(CheckedConfig):
     """Iterations between dumps of the gradients of the same activations in `dgrads` in --save."""
     save_tokens_per_expert_interval: int | None = flag(None, minimum=1, unit="iterations", needs=(_SAVING, _EXPERTS))
     """Iterations between dumps of how many tokens of the step chose each expert, in `tokens_per_expert` in --save."""
+    start_over: bool = flag(False, needs=_SAVING)
+    """Begin again although --save holds checkpoints that this run does not continue. They stay, one whose iteration is
+    saved anew as `iter_*.earlier-1`; from the first save on --load continues this run."""
     load: PathText | None = None
     """Directory to continue from, also of upstream's checkpoints. The same as --save and empty: a fresh start. hf:DIR:
     start from the weights of a Hugging Face directory."""

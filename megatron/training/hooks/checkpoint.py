@@ -9,18 +9,23 @@ import dataclasses
 import time
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.agreement import on_every_rank
+from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_rank
 from megatron.core.dist_checkpointing.async_save import AsyncSaver, Outcome
 from megatron.core.dist_checkpointing.directory import (
     latest_iteration,
     list_superseded,
     remove_checkpoint,
     saved_iterations,
+    set_aside,
 )
 from megatron.core.dist_checkpointing.writer_process import WriterProcess
 from megatron.core.errors import StorageError, report_error, say
 from megatron.training.checkpoint.save_and_load import save_checkpoint
-from megatron.training.checkpoint.save_directories import find_non_persistent_directory, list_non_persistent_directories
+from megatron.training.checkpoint.save_directories import (
+    continues_saved_run,
+    find_non_persistent_directory,
+    list_non_persistent_directories,
+)
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.container import RunConfig
 from megatron.training.run import Hook, HookContext, Phase, Progress, Run, StepResult
@@ -45,6 +50,10 @@ class _Series:
         self.saved_iteration = saved_iteration
         if not is_ours:
             self._foreign = {loaded_iteration, *saved_iterations(self.root)}
+
+    def holds_foreign(self, iteration: int) -> bool:
+        """Whether the directory held this iteration before, and has not got it anew."""
+        return iteration in self._foreign
 
     def is_due(self, iteration: int) -> bool:
         """Whether this iteration is to be saved here."""
@@ -100,7 +109,7 @@ class CheckpointHook(Hook):
     def on_train_start(self, run: Run) -> None:
         """Note what --load has restored: it need not be saved again."""
         settings, done = self.settings, run.progress.iteration
-        is_ours = settings.load is not None and Path(settings.load).resolve() == self._persistent.root.resolve()
+        is_ours = continues_saved_run(settings)
         others = list_non_persistent_directories(settings, settings.load or "")
         # What lies only where it does not stay has yet to be saved.
         is_saved = run.loaded_from is None or not others.intersection(run.loaded_from.parents)
@@ -160,6 +169,11 @@ class CheckpointHook(Hook):
         if self._saver is not None:
             self._settle(run, self._saver.wait())
         self._snapshot_of, self._under_way = dataclasses.replace(run.progress), series
+        if series is self._persistent and self.settings.start_over and series.holds_foreign(run.progress.iteration):
+            iteration = run.progress.iteration
+            kept = on_first_rank(run.groups.world, lambda: set_aside(series.root, iteration))
+            if kept is not None and run.is_first_rank:
+                say(f"checkpoint: iteration {iteration} of an earlier run stays as {kept}")
         started_at = time.monotonic()
         path = save_checkpoint(
             run, self._saver, non_persistent_root=None if series is self._persistent else series.root

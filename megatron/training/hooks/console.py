@@ -78,9 +78,11 @@ class ConsoleHook(Hook):
         mfu = "MFU is not known"
         if run.yardstick is not None and run.yardstick.flops is not None:
             mfu = f"MFU counts {run.yardstick.flops / 1e12:.3g} TFLOP/s ({run.yardstick.source}) as 100 %"
+        done, target = run.progress.iteration, run.progress.target_iterations
+        what = "no iteration is left" if run.progress.finished else f"iterations {done + 1} to {target}"
         _print(
             f"training {parameters:,} parameters{share}{used} on {run.groups.world.size()} x {run.device.type}, "
-            f"iterations {run.progress.iteration + 1} to {run.progress.target_iterations}; {mfu}"
+            f"{what}; {mfu}"
         )
         self.pace = Pace()
 
