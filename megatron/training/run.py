@@ -195,13 +195,12 @@ class Run:
 
     @property
     def is_repeated(self) -> bool:
-        """Whether the run had been finished, and its end saved where it saves, before it began."""
-        settings = self.config.checkpoint
-        is_saved = settings.save is None or (
-            self.loaded_from is not None and self.loaded_from.parent.resolve() == Path(settings.save).resolve()
+        """Whether the run had been finished, and its end saved where it stays, before it began."""
+        load, path = self.config.checkpoint.load, self.loaded_from
+        stays = load is None or path is None or Path(load) in (path, path.parent)
+        return (
+            self.progress.iteration > 0 and self.progress.finished and stays and not self.config.validation.skip_train
         )
-        is_done = self.progress.iteration > 0 and self.progress.finished
-        return is_done and is_saved and not self.config.validation.skip_train
 
     @property
     def num_microbatches(self) -> int:
