@@ -55,6 +55,7 @@ def as_namespace(config: RunConfig) -> Namespace:
         world_size=config.world_size,
         data_parallel_size=config.data_parallel_size,
         run_config=config,
+        _parsed_checkpoint=dataclasses.replace(config.checkpoint),
     )
 
 

@@ -108,28 +108,20 @@ def prepare_save(settings: CheckpointConfig, world: Group) -> list[DirectoryLock
 
 
 def refuse_to_undo(config: RunConfig, world: Group, progress: Progress) -> None:
-    """Raise ConfigError on every rank where this run, which does not continue what is in --save, would save over or
-    before a complete checkpoint there, so that the newest weights look lost."""
+    """Raise ConfigError on every rank where a run that begins with iteration 1 would save before, or in the place of, a
+    complete checkpoint in --save, so that the newest weights look lost."""
     settings = config.checkpoint
     will_save = not (progress.finished or config.validation.skip_train or settings.ckpt_convert_format)
-    if settings.save is None or settings.start_over or not will_save or continues_saved_run(settings):
+    if settings.save is None or settings.start_over or not will_save or progress.iteration > 0:
         return
     root = Path(settings.save)
     newest = on_first_rank(world, lambda: find_newest_complete(root))
-    if newest is not None and newest > progress.iteration:
-        begins = progress.iteration + 1
+    if newest:
         raise ConfigError(
-            f"--save {root} holds iteration {newest}, which this run, beginning with iteration {begins}, would undo or "
-            f"save anew; give --load {root} to go on from there, another directory, or --start-over, which keeps what "
-            "is there"
+            f"--save {root} holds iteration {newest}, which this run, beginning with iteration 1, would undo or save "
+            f"anew; give --load {root} without --finetune to go on from there, another directory, or --start-over, "
+            "which keeps what is there"
         )
-
-
-def continues_saved_run(settings: CheckpointConfig) -> bool:
-    """Whether a run goes on from what is in --save."""
-    if settings.save is None or settings.load is None or settings.finetune:
-        return False
-    return Path(settings.load).resolve() == Path(settings.save).resolve()
 
 
 def find_newest_complete(root: Path) -> int | None:

@@ -21,11 +21,7 @@ from megatron.core.dist_checkpointing.directory import (
 from megatron.core.dist_checkpointing.writer_process import WriterProcess
 from megatron.core.errors import StorageError, report_error, say
 from megatron.training.checkpoint.save_and_load import save_checkpoint
-from megatron.training.checkpoint.save_directories import (
-    continues_saved_run,
-    find_non_persistent_directory,
-    list_non_persistent_directories,
-)
+from megatron.training.checkpoint.save_directories import find_non_persistent_directory, list_non_persistent_directories
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.container import RunConfig
 from megatron.training.run import Hook, HookContext, Phase, Progress, Run, StepResult
@@ -109,7 +105,9 @@ class CheckpointHook(Hook):
     def on_train_start(self, run: Run) -> None:
         """Note what --load has restored: it need not be saved again."""
         settings, done = self.settings, run.progress.iteration
-        is_ours = continues_saved_run(settings)
+        is_ours = (
+            done > 0 and settings.load is not None and Path(settings.load).resolve() == self._persistent.root.resolve()
+        )
         others = list_non_persistent_directories(settings, settings.load or "")
         # What lies only where it does not stay has yet to be saved.
         is_saved = run.loaded_from is None or not others.intersection(run.loaded_from.parents)

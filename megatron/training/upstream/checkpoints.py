@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 from argparse import Namespace
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.directory_lock import DirectoryLock
 from megatron.core.errors import CheckpointError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpoint import save_and_load
+from megatron.training.config.container import RunConfig
 from megatron.training.config.run_groups import group_classes
 from megatron.training.data.samples import build_batch_size_calculator
 from megatron.training.global_vars import get_args
@@ -59,8 +60,9 @@ def save_checkpoint(
     maybe_finalize_async_save and the end of the program wait for it, and say what has become of it.
 
     args.consumed_train_samples says which samples come next; from the iteration and the global batch sizes where it is
-    missing. num_floating_point_operations_so_far: of upstream's signature; it is not kept. non_persistent_ckpt: save
-    where only the newest stays, as --non-persistent-save-interval does. Raises StorageError.
+    missing. args.save and the other settings of checkpoints count as they are now. non_persistent_ckpt: save where only
+    the newest stays, as --non-persistent-save-interval does. num_floating_point_operations_so_far: of upstream's
+    signature; it is not kept. Raises ConfigError without args.save, StorageError.
     """
     args = get_args()
     parts = _parts(args, model, optimizer, opt_param_scheduler)
@@ -70,9 +72,13 @@ def save_checkpoint(
     if consumed is None:
         consumed = build_batch_size_calculator(args.run_config).count_samples(iteration)
     parts.progress.consumed_train_samples = consumed
-    if not hasattr(args, _SAVES):
-        setattr(args, _SAVES, LoopSaves(args.run_config.checkpoint, parts.groups.world))
-    saves: LoopSaves = getattr(args, _SAVES)
+    saves: LoopSaves | None = getattr(args, _SAVES, None)
+    # A script may say only now where to save, or another directory than before.
+    if saves is None or saves.settings != parts.config.checkpoint:
+        if saves is not None:
+            saves.leave()
+        saves = LoopSaves(parts.config.checkpoint, parts.groups.world)
+        setattr(args, _SAVES, saves)
     parts.save_locks = saves.locks
     return saves.save(parts, non_persistent=non_persistent_ckpt)
 
@@ -173,4 +179,15 @@ def load_args_from_checkpoint(
 
 def _parts(args: Namespace, model: list[Any], optimizer: Any, scheduler: Any) -> _Parts:
     groups = ProcessGroupCollection.current()
-    return _Parts(args.run_config, groups, list(model), optimizer, scheduler, Progress(args.train_iters or 0))
+    config = _read_checkpoint_settings(args)
+    return _Parts(config, groups, list(model), optimizer, scheduler, Progress(args.train_iters or 0))
+
+
+def _read_checkpoint_settings(args: Namespace) -> RunConfig:
+    """The run's settings, with what a script has changed in `args` about checkpoints since they were parsed. Raises
+    ConfigError."""
+    config: RunConfig = args.run_config
+    parsed = vars(args._parsed_checkpoint)
+    changes = {name: getattr(args, name) for name in parsed if getattr(args, name, parsed[name]) != parsed[name]}
+    changes = {name: str(value) if isinstance(value, Path) else value for name, value in changes.items()}
+    return config.with_groups(checkpoint=replace(config.checkpoint, **changes))

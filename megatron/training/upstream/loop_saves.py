@@ -24,9 +24,11 @@ class LoopSaves:
     """Holds --save from the first save to the end of the process: a loop of one's own does not say when it is over."""
 
     def __init__(self, settings: CheckpointConfig, world: Group) -> None:
-        """Every rank calls this. Raises what prepare_save raises."""
-        assert settings.save is not None
-        self._settings, self._world = settings, world
+        """Every rank calls this. Raises ConfigError where settings do not say where to save, and what prepare_save
+        raises."""
+        if settings.save is None:
+            raise ConfigError("save_checkpoint() saves to args.save, which is None; set it, or give --save")
+        self.settings, self._world = settings, world
         self.locks = prepare_save(settings, world)
         self._saver: AsyncSaver | None = None
         self._is_non_persistent = False
@@ -43,12 +45,12 @@ class LoopSaves:
         """Save; returns the directory, or None where that goes on beside the loop. Raises StorageError."""
         root = None
         if non_persistent:
-            if not self._settings.saves_non_persistent:
+            if not self.settings.saves_non_persistent:
                 raise ConfigError("non_persistent_ckpt=True needs --non-persistent-save-interval and its type")
-            root = find_non_persistent_directory(self._settings, str(self._settings.save))
+            root = find_non_persistent_directory(self.settings, str(self.settings.save))
         self.finish(blocking=True)
         # Local ones remove those before themselves.
-        self._is_non_persistent = non_persistent and not self._settings.saves_locally
+        self._is_non_persistent = non_persistent and not self.settings.saves_locally
         path = save_checkpoint(run, self._saver, non_persistent_root=root)
         if path is not None:
             self._remove_superseded(path, run.progress.iteration)
@@ -62,6 +64,12 @@ class LoopSaves:
         self._note(self._saver.wait() if blocking or terminate else self._saver.poll())
         if terminate:
             self._saver.close()
+
+    def leave(self) -> None:
+        """Finish the save under way, and let others have --save."""
+        self.finish(blocking=True, terminate=True)
+        for lock in self.locks:
+            lock.release()
 
     def _end(self) -> None:
         if self._saver is not None:

@@ -50,19 +50,16 @@ def test_a_run_that_would_undo_what_is_saved_is_refused(root: Path, tmp_path: Pa
     before = contents(root)
     other = tmp_path / "other"
     train_tiny("--train-iters", "1", "--save", other)
-    sentence = (
-        f"--save {root} holds iteration 4, which this run, beginning with iteration {{}}, would undo or save anew"
-    )
-    for first, flags in (
-        (1, ["--train-iters", "3"]),
-        (1, ["--train-iters", "9", "--save-interval", "3"]),
-        (1, ["--pretrained-checkpoint", other]),
-        (1, ["--load", root, "--finetune"]),
-        (2, ["--load", other, "--no-load-optim"]),
+    sentence = f"--save {root} holds iteration 4, which this run, beginning with iteration 1, would undo"
+    for flags in (
+        ["--train-iters", "3"],
+        ["--train-iters", "9", "--save-interval", "3"],
+        ["--pretrained-checkpoint", other],
+        ["--load", root, "--finetune"],
     ):
-        with pytest.raises(ConfigError, match=re.escape(sentence.format(first))) as refused:
+        with pytest.raises(ConfigError, match=re.escape(sentence)) as refused:
             prepare("--save", root, *flags)
-        assert f"give --load {root} to go on" in str(refused.value) and "--start-over" in str(refused.value)
+        assert f"give --load {root} without" in str(refused.value) and "--start-over" in str(refused.value)
     assert contents(root) == before
     # What is not complete is undone by nobody, and evaluation saves nothing.
     begin_and_close("--save", root, "--skip-train", "--eval-iters", "1")

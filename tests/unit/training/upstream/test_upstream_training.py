@@ -248,6 +248,24 @@ def test_a_loop_continues_from_its_checkpoint(tmp_path: Path, args: Namespace) -
     assert (shaped.layernorm_epsilon, shaped.rotary_base) == (1e-5, 10000)
 
 
+def test_a_loop_says_where_to_save_when_its_model_is_built(tmp_path: Path, args: Namespace) -> None:
+    save, load = use(".checkpointing", "save_checkpoint", "load_checkpoint")
+    parts = setup()
+    with pytest.raises(
+        ConfigError, match=r"save_checkpoint\(\) saves to args.save, which is None; set it, or give --save"
+    ):
+        save(1, *parts, num_floating_point_operations_so_far=0)
+    for name in ("first", "second"):
+        args.save = tmp_path / name
+        assert save(2, *parts, num_floating_point_operations_so_far=0) == tmp_path / name / "iter_0000002"
+    args.save = args.load = str(tmp_path / "first")
+    assert save(3, *parts, num_floating_point_operations_so_far=0) == tmp_path / "first" / "iter_0000003"
+    assert load(*parts) == (3, 0)
+    args.save_interval = 0
+    with pytest.raises(ConfigError, match="--save-interval 0 is out of range"):
+        save(4, *parts, num_floating_point_operations_so_far=0)
+
+
 @pytest.mark.parametrize("worker", [False, True])
 def test_a_loop_goes_on_while_it_is_saved(
     worker: bool, tmp_path: Path, args: Namespace, capsys: Any, monkeypatch: pytest.MonkeyPatch
