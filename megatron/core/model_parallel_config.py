@@ -109,9 +109,6 @@ class ModelParallelConfig(CheckedConfig):
                 "--tp-comm-overlap needs --sequence-parallel and a tensor-parallel size above 1 "
                 f"(now {self.say('tensor_model_parallel_size')})"
             )
-        # Upstream's rule; and the fused collectives that take the chunks over between GPUs promise no order of sums.
-        if self.tp_comm_overlap and self.deterministic_mode:
-            yield f"{self.say('tp_comm_overlap')} is not deterministic; leave it out with --deterministic-mode"
         yield from self._planned_ranks_have_their_needs()
 
     def _planned_ranks_have_their_needs(self) -> Iterator[str]:

@@ -117,10 +117,10 @@ BESIDE = [
     (f"dp2,ep2,{ALLTOALL},--moe-shared-expert-overlap", EXPERTS_ONLY),
     (f"dp2,ep2,{ALLTOALL},dist-opt,--overlap-grad-reduce,--moe-permute-fusion,--recompute-granularity=selective,"
      "--recompute-modules moe,--attention-dropout=0.1,--hidden-dropout=0.1", f"{OVERLAP},{DELAY}"),
-    (f"tp2,sp,ep2,etp1,{ALLTOALL},--no-gradient-accumulation-fusion", OVERLAP),
+    (f"tp2,sp,ep2,etp1,{ALLTOALL},--no-gradient-accumulation-fusion", f"{OVERLAP},{DELAY}"),
 ]  # fmt: skip
 IN_PIPELINE = [
-    (f"pp2,dp2,ep2,{ALLTOALL}", f"{OVERLAP},{DELAY}"),
+    (f"pp2,dp2,ep2,{ALLTOALL},--defer-embedding-wgrad-compute,--wgrad-deferral-limit=1", f"{OVERLAP},{DELAY}"),
     (f"pp2,vpp2,dp2,ep2,{ALLTOALL},--defer-embedding-wgrad-compute,--micro-batch-size=1", OVERLAP),
     (f"pp2,vpp2,dp2,ep2,{ALLTOALL},--micro-batch-size=1,--hidden-dropout=0.1", f"{OVERLAP},{DELAY}"),
 ]

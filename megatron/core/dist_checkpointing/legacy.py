@@ -30,6 +30,8 @@ _REFUSAL = "pass --no-load-optim or --finetune"
 _IGNORED = re.compile(r"_extra_state|\.local_tokens_per_expert$|\.inv_freq$|rotary_pos_emb\.")
 _UNTRAINED = re.compile(r"\.expert_bias$")
 """Weights that no optimizer updates."""
+_VOCABULARY = re.compile(r"(^|\.)(word_embeddings|output_layer)\.weight$")
+"""Weights that --decoupled-lr is the learning rate of."""
 _NESTINGS = ("model", "state_dict", "module")
 _EXPERT = re.compile(
     r"(?P<experts>.*\.experts)\."
@@ -132,7 +134,8 @@ def _name_optimizer_state(
     """The optimizer's tensors by chunk, kind and name; upstream numbers the parameters group by group, in the model's
     order, chunk after chunk.
 
-    A group holds the parameters with weight decay, or the vectors, which have none; of experts it may be another.
+    A group holds the parameters with weight decay, or the vectors, which have none; of experts, and of embedding and
+    output layer with a learning rate of their own, it may be another.
     """
     found: list[dict[str, dict[str, Tensor]]] = [defaultdict(dict) for _ in chunks]
     places = [(chunk, name) for chunk, weights in enumerate(chunks) for name in weights if not _UNTRAINED.search(name)]
@@ -140,6 +143,7 @@ def _name_optimizer_state(
     inner = [wrapped.get("optimizer", wrapped) for wrapped in optimizers]
     groups_of_all = [group for each in inner for group in each["param_groups"]]
     splits_experts = any(group.get("is_expert_parallel") for group in groups_of_all)
+    splits_vocabulary = any(_is_decoupled(group) for group in groups_of_all)
     for wrapped, each in zip(optimizers, inner, strict=True):
         main = wrapped.get("fp32_from_fp16_params")  # mixed precision wraps the optimizer
         for number, group in enumerate(each["param_groups"]):
@@ -148,6 +152,7 @@ def _name_optimizer_state(
                 for chunk, name in places
                 if _is_undecayed(name, chunks[chunk][name]) == (group["wd_mult"] == 0)
                 and (not splits_experts or (".experts." in name) == bool(group.get("is_expert_parallel")))
+                and (not splits_vocabulary or bool(_VOCABULARY.search(name)) == _is_decoupled(group))
             ]
             if len(mine) != len(group["params"]):
                 raise CheckpointError(
@@ -163,6 +168,11 @@ def _name_optimizer_state(
                     _check_shape(tensor, chunks[chunk][name], f"{path}: {kind} of {name}")
                     found[chunk][kind][name] = tensor
     return found
+
+
+def _is_decoupled(group: Mapping[str, Any]) -> bool:
+    """Whether a group has a learning rate of its own; releases say it in two ways."""
+    return bool(group.get("is_decoupled_lr")) or group.get("default_config") is False
 
 
 def _check_shape(tensor: Tensor, weight: Tensor, what: str) -> None:

@@ -15,7 +15,7 @@ import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -88,14 +88,15 @@ class Executor:
         # Virtual stages, not processes: one process with two chunks already passes hidden states on.
         self._has_whole_model = self.stages.count == 1
         self._queue: WeightGradQueue | None = None
+        self._head_queue: WeightGradQueue | None = None
+        """Of the output layer, where its weight gradients wait longer than those of layers."""
         if self.pipeline.defers_weight_gradients:
             self._queue = WeightGradQueue()
             for chunk in self.chunks:
                 attach_queue(self._list_deferrable(chunk), self._queue)
-        elif self.pipeline.defers_head(pg_collection.pp.rank()):
-            self._queue = WeightGradQueue()
-            # Only the output layer's weight: every other layer finds no queue and computes its gradient at once.
-            attach_queue(list_output_weights(self.chunks[-1]), self._queue)
+        if self.pipeline.defers_head(pg_collection.pp.rank()):
+            self._head_queue = WeightGradQueue()
+            attach_queue(list_output_weights(self.chunks[-1]), self._head_queue)
         self._auxiliary_losses = find_auxiliary_loss_scales(self.chunks)
         has_gaps = self.pipeline.side_by_side or self.pipeline.delays_weights
         self._turns = SideBySide(find_exchange_gaps(self.chunks)) if has_gaps else None
@@ -350,7 +351,7 @@ class _StageStep:
         self.chunks, self.rank, self.shape = executor.chunks, executor.groups.pp.rank(), executor.stages
         self.forward, self.forward_only = forward, forward_only
         self.transfers, self.clock = transfers, clock
-        self.queue = executor._queue if deferred else None
+        self.queue, self.head_queue = (executor._queue, executor._head_queue) if deferred else (None, None)
         self.deferred = deferred
         self.turns = executor._turns
         self.waiting: dict[tuple[int, int], _KeptForBackward] = {}
@@ -412,8 +413,10 @@ class _StageStep:
             self._run_forward(action)
         elif action.kind == "B" and key in self.waiting:
             self._run_backward(action)
-        elif action.kind == "W" and self.queue is not None:
+        elif action.kind == "W" and self.queue is not None and (action.is_beside or self.head_queue is None):
             self.queue.run(key)
+        elif action.kind == "W" and self.head_queue is not None:
+            self.head_queue.run(key)
         else:
             raise ValueError(f"{action} cannot run: its forward has not run, or weight gradients are not deferred")
 
@@ -456,7 +459,12 @@ class _StageStep:
 
     def _deferring(self, *key: int) -> AbstractContextManager[None]:
         """While open, linear layers leave their weight gradients for the action W of this microbatch and chunk."""
-        return self.queue.collect(key) if self.queue is not None and key in self.deferred else nullcontext()
+        stack = ExitStack()
+        if key in self.deferred and self.queue is not None:
+            stack.enter_context(self.queue.collect(key))
+        if key in self.deferred and self.head_queue is not None and key[1] == len(self.chunks) - 1:
+            stack.enter_context(self.head_queue.collect(key))
+        return stack
 
     def _await_input(self, action: Action) -> None:
         """Wait for what other ranks send for an action, where it needs anything."""

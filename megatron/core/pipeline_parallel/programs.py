@@ -158,11 +158,15 @@ def _with_head_gradients(program: Program, chunk: int, deferred: int) -> Program
     """
     steps: Program = []
     waiting: Program = []
-    for step in program:
+    due: Program = []
+    for position, step in enumerate(program):
         steps.append(step)
         if isinstance(step, Action) and step.kind == "B" and step.chunk == chunk:
             product = Action("W", step.microbatch, chunk)
-            (waiting if len(waiting) < deferred else steps).append(product)
+            (waiting if len(waiting) < deferred else due).append(product)
+        # What runs beside a backward stays beside it.
+        if find_end_beside(program, position) == position + 1:
+            steps, due = steps + due, []
     return steps + waiting
 
 

@@ -208,7 +208,9 @@ def choose_product(config: ModelParallelConfig, out_dtype: torch.dtype | None = 
     """A new product for one linear layer. out_dtype: of its result; the parameters' number format when None."""
     accumulates = accumulates_weight_grads(config)
     if out_dtype is None or out_dtype == parameter_dtype(config):
-        return Matmul(accumulates=accumulates, by_autograd=not accumulates)
+        # Autograd computes both gradients of its own operators at once.
+        is_divided = accumulates or getattr(config, "delays_weight_gradients", False)
+        return Matmul(accumulates=accumulates, by_autograd=not is_divided)
     return Matmul(accumulates=accumulates, out_dtype=out_dtype)
 
 
@@ -335,7 +337,7 @@ class WeightGradDeferral(Protocol):
 def defers_weight_grad(product: Product, weight: Tensor) -> bool:
     """Whether a weight gradient that is asked for now would be computed later."""
     queue: WeightGradDeferral | None = getattr(weight, "weight_grad_queue", None)
-    return queue is not None and queue.is_open and product.accumulates and product.is_deferrable
+    return queue is not None and queue.is_open and product.is_deferrable
 
 
 def finish_weight_grad(
@@ -361,7 +363,9 @@ def _add_late_weight_grad(
     """The deferred half of a backward pass: what autograd would have done with the result is done here."""
     with torch.no_grad():
         grad_weight = finish_weight_grad(product, weight, grad, x, ends)
-        if grad_weight is not None:
+        if grad_weight is not None and (main_grad := getattr(weight, "main_grad", None)) is not None:
+            main_grad.add_(grad_weight)
+        elif grad_weight is not None:
             weight.grad = grad_weight if weight.grad is None else weight.grad.add_(grad_weight)
 
 

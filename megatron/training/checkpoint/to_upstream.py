@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import signal
 from argparse import Namespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -101,36 +101,60 @@ def build_common(run: Run) -> dict[str, Any]:
     return common
 
 
+class _GroupKey(NamedTuple):
+    """What tells groups apart. --decoupled-lr concerns embedding and output layer, which have weight decay."""
+
+    is_expert: bool
+    is_decoupled: bool
+    is_undecayed: bool
+
+
+def _list_group_keys(run: Run) -> list[_GroupKey]:
+    """In upstream's order: what no setting treats in a way of its own, then learning rates, then weight decay."""
+    dense = [_GroupKey(False, False, False), _GroupKey(False, True, False), _GroupKey(False, False, True)]
+    if run.config.optimizer.decoupled_lr is None:
+        del dense[1]
+    of_experts = [_GroupKey(True, False, is_undecayed) for is_undecayed in (False, True)]
+    return [*dense, *(of_experts if run.groups.grid.ep > 1 else [])]
+
+
 def choose_group(run: Run, placement: Placement, *, is_undecayed: bool) -> int:
     """Number of a parameter's group among those of `build_param_groups`."""
-    return int(is_undecayed) + 2 * int(placement.is_expert and run.groups.grid.ep > 1)
+    is_decoupled = run.config.optimizer.decoupled_lr is not None and placement.is_vocabulary
+    key = _GroupKey(placement.is_expert and run.groups.grid.ep > 1, is_decoupled, is_undecayed)
+    return _list_group_keys(run).index(key)
 
 
 def build_param_groups(run: Run) -> list[dict[str, Any]]:
     """Options of the groups of upstream's optimizer: with weight decay and without, and both again for experts that are
-    divided over processes."""
+    divided over processes; with --decoupled-lr one more."""
     settings = run.config.optimizer
     if settings.optimizer == "sgd":
         defaults = torch.optim.SGD([torch.empty(1)], lr=0.0, momentum=settings.sgd_momentum).defaults
     else:
         betas = (settings.adam_beta1, settings.adam_beta2)
         defaults = torch.optim.AdamW([torch.empty(1)], betas=betas, eps=settings.adam_eps).defaults
-    return [
-        {
-            "is_expert_parallel": is_expert,
-            "default_config": True,
-            "wd_mult": wd_mult,
-            "lr_mult": 1.0,
-            "is_decoupled_lr": False,
-            "max_lr": run.scheduler.max_lr,
-            "min_lr": run.scheduler.min_lr,
-            **defaults,
-            "lr": run.scheduler.get_lr({}),
-            "weight_decay": run.scheduler.get_wd() * wd_mult,
-        }
-        for is_expert in ((False, True) if run.groups.grid.ep > 1 else (False,))
-        for wd_mult in (1.0, 0.0)
-    ]
+    groups = []
+    for key in _list_group_keys(run):
+        rates = {"max_lr": run.scheduler.max_lr, "min_lr": run.scheduler.min_lr}
+        if key.is_decoupled:
+            rates["max_lr"] = settings.decoupled_lr or 0.0
+            rates["min_lr"] = settings.min_lr if settings.decoupled_min_lr is None else settings.decoupled_min_lr
+        wd_mult = 0.0 if key.is_undecayed else 1.0
+        groups.append(
+            {
+                "is_expert_parallel": key.is_expert,
+                "default_config": not key.is_decoupled,
+                "wd_mult": wd_mult,
+                "lr_mult": 1.0,
+                "is_decoupled_lr": key.is_decoupled,
+                **rates,
+                **defaults,
+                "lr": run.scheduler.get_lr(rates),
+                "weight_decay": run.scheduler.get_wd() * wd_mult,
+            }
+        )
+    return groups
 
 
 def build_common_optimizer(run: Run, sharding: str | None) -> dict[Any, Any]:

@@ -12,7 +12,7 @@ from megatron.core.config_base import get_settings, restore, unchecked
 from megatron.core.errors import ConfigError
 from megatron.training.config.layout_relations import LAYOUT_RELATIONS
 from megatron.training.config.model_relations import MODEL_RELATIONS
-from megatron.training.config.relations import RELATIONS, combinations_to_come, derive_across_groups
+from megatron.training.config.relations import RELATIONS, derive_across_groups
 from megatron.training.config.run_groups import RunGroups, group_classes, groups_of_fields
 
 
@@ -40,7 +40,6 @@ class RunConfig(RunGroups):
         # Layout first: a layout that does not fit explains most of what the others would say.
         for relation in (*LAYOUT_RELATIONS, *MODEL_RELATIONS, *RELATIONS):
             yield from relation(self)
-        yield from combinations_to_come(self)
 
     def flag_values(self) -> dict[str, Any]:
         """Flag -> value of every setting, in the form of `to_dict`; what must be equal on all ranks of a job."""

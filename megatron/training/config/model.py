@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from megatron.core.config_base import CheckedConfig, flag
 from megatron.core.flag_texts import whole_or_decimal
 from megatron.core.setting import Needs
+from megatron.core.transformer.config_fields.positions import ROTARY
 
 # `run` is every setting of the run by name, whatever group declares it.
-_ROTARY = Needs("--position-embedding-type rope", lambda run: run.position_embedding_type in ("rope", "yarn"))
 ACTIVATION_SWITCHES = ("swiglu", "geglu", "quick_geglu", "squared_relu", "openai_gelu")
 """Fields that choose the MLP's activation."""
 
@@ -35,16 +35,18 @@ class GPTModelFlags(CheckedConfig):
         True, names=("--position-embedding",), off_names=("--no-position-embedding",), kind="shorthand"
     )
     """Learned positions; switched off, the model has none, or rotary ones when those are asked for."""
-    rotary_base: int = flag(10000, minimum=1, parse=whole_or_decimal, kind="function", needs=_ROTARY)
+    rotary_base: int = flag(10000, minimum=1, parse=whole_or_decimal, kind="function", needs=ROTARY)
     """Base of the rotary frequencies."""
-    rotary_percent: float = flag(1.0, above=0, maximum=1, kind="function", needs=_ROTARY)
+    rotary_percent: float = flag(1.0, above=0, maximum=1, kind="function", needs=ROTARY)
     """Share of each head's channels that is rotated."""
-    rotary_seq_len_interpolation_factor: int | None = flag(None, minimum=1, kind="function", needs=_ROTARY)
+    rotary_seq_len_interpolation_factor: int | None = flag(None, minimum=1, kind="function", needs=ROTARY)
     """Divide positions by this before rotating (Chen et al., 2023)."""
     use_rope_scaling: bool = flag(
         False,
         kind="function",
-        needs=Needs("--position-embedding-type rope", lambda run: run.position_embedding_type == "rope"),
+        needs=Needs(
+            "--position-embedding-type rope", lambda run: ROTARY.met(run) and run.position_embedding_type != "yarn"
+        ),
     )
     """Stretch slow rotary frequencies as Llama 3.1 does, for sequences longer than its first 8192 tokens."""
     rope_scaling_factor: float = flag(

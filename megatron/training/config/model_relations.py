@@ -28,7 +28,7 @@ def rotation_takes_pairs(run: RunGroups) -> Iterator[str]:
     """Rotary positions turn pairs of a head's channels."""
     model = run.model
     is_latent = model.multi_latent_attention
-    if model.position_embedding_type not in ("rope", "yarn") or (model.kv_channels is None and not is_latent):
+    if not model.rotates_heads or (model.kv_channels is None and not is_latent):
         return
     # Rounded down, as the model does it.
     rotated = int(model.rotary_width * run.gpt.rotary_percent)

@@ -333,13 +333,3 @@ RELATIONS = (
     upstream_knows_what_is_saved, copies_of_local_files_have_their_ranks,
     profiled_ranks_exist,
 )  # fmt: skip
-
-
-def combinations_to_come(run: RunGroups) -> Iterator[str]:
-    """Settings that are each available, but not yet together: they are planned, not wrong."""
-    optimizer, checkpoint = run.optimizer, run.checkpoint
-    if checkpoint.ckpt_format in FOR_UPSTREAM and optimizer.decoupled_lr is not None and not checkpoint.no_save_optim:
-        yield (
-            f"--ckpt-format {checkpoint.ckpt_format} cannot be combined yet with the optimizer's state with "
-            f"{run.say('decoupled_lr')}; use torch_dist, or --no-save-optim"
-        )

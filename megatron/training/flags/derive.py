@@ -111,6 +111,11 @@ def _activation(run: RunConfig) -> None:
 
 def _attention(run: RunConfig) -> Iterator[str]:
     model, gpt = run.model, run.gpt
+    if model.multi_latent_attention and model.position_embedding_type == "learned_absolute":
+        yield (
+            "--multi-latent-attention rotates a part of each head beside --position-embedding-type learned_absolute; "
+            "for rotary positions alone, as DeepSeek has them, give --position-embedding-type rope"
+        )
     if model.add_bias_linear:
         model.add_qkv_bias = True
     if gpt.group_query_attention and model.num_query_groups is None:

@@ -22,7 +22,7 @@ from megatron.core.errors import ConfigError
 from megatron.training.config.container import RunConfig
 from megatron.training.config.gpu_needs import describe_gpu_needs
 from megatron.training.config.program import ProgramFlags
-from megatron.training.config.relations import combinations_to_come, derive_across_groups
+from megatron.training.config.relations import derive_across_groups
 from megatron.training.config.run_groups import group_classes, groups_of_fields
 from megatron.training.flags.command_line_rules import (
     PlannedFlags,
@@ -125,12 +125,7 @@ def _examine(parsed: ParsedFlags, environ: Mapping[str, str], world_size: int) -
         parsed.broken.update(spelling for name in missing for spelling in get_settings(type(run.model))[name].spellings)
         twin, _ = _unchecked_run(given, world_size, multiple=2)
         rules = keep_common(rules, _judge(twin, parsed, environ, missing)[1])
-    unavailable = list(combinations_to_come(run))
-    parsed.problems += [
-        Problem("planned" if text in unavailable else "rule", text)
-        for text in rules
-        if not names_any(text, parsed.broken)
-    ]
+    parsed.problems += [Problem("rule", text) for text in rules if not names_any(text, parsed.broken)]
     # After all rules: notes are about settings that are legal and have nothing to do.
     notes = [*parsed.notes, *notes, *idle_notes(run, given.keys())]
     if not rules and not parsed.problems:

@@ -258,13 +258,26 @@ def test_a_full_disk_costs_no_earlier_checkpoint(tmp_path: Path) -> None:
     assert prepare(*flags).progress.iteration == 3
 
 
+@pytest.mark.parametrize("form", FILES)
+@pytest.mark.parametrize("output", [(), ("--untie-embeddings-and-output-weights", "--use-distributed-optimizer")])
+def test_learning_rates_of_their_own(form: str, output: tuple[str, ...], tmp_path: Path) -> None:
+    """The state of embedding and output layer is in a group of its own, and comes back from there."""
+    flags = (*output, "--decoupled-lr", "3e-3", "--decoupled-min-lr", "1e-4", "--hidden-dropout", "0",
+             "--attention-dropout", "0")  # fmt: skip
+    both = (*flags, "--save", tmp_path, "--load", tmp_path, "--ckpt-format", form)
+    train_tiny(*both, "--exit-interval", "3")
+    if form == "torch":
+        groups = read_file(tmp_path, 3)["optimizer"]["param_groups"]
+        found = [(g["is_decoupled_lr"], g["wd_mult"], g["max_lr"], g["min_lr"], len(g["params"])) for g in groups]
+        assert found[1] == (True, 1.0, 3e-3, 1e-4, 2 if output else 1)
+        assert [(row[0], row[1], row[2]) for row in (found[0], found[2])] == [(False, 1.0, 1e-2), (False, 0.0, 1e-2)]
+        assert groups[1]["lr"] < 3e-3 and groups[1]["default_config"] is False
+    assert differing(train_tiny(*both), train_tiny(*flags)) == []
+
+
 REFUSED = [
     ("--async-save --save x", "--ckpt-format torch is written while training waits; leave out --async-save"),
     ("--optimizer muon", "--ckpt-format torch has no place for the optimizer's state with --optimizer muon"),
-    (
-        "--decoupled-lr 1e-4",
-        "the optimizer's state with --decoupled-lr 0.0001; use torch_dist, or --no-save-optim",
-    ),
 ]
 
 

@@ -214,14 +214,6 @@ def test_what_is_not_needed_is_noted() -> None:
             "--moe-shared-expert-overlap hide the same exchanges; keep one",
         ),
         ("--delay-wgrad-compute", "--delay-wgrad-compute needs --overlap-moe-expert-parallel-comm"),
-        (
-            f"{EXPERTS} {FLAGS} --delay-wgrad-compute --no-gradient-accumulation-fusion",
-            "which --no-gradient-accumulation-fusion rules out; keep one",
-        ),
-        (
-            f"{EXPERTS} {FLAGS} --delay-wgrad-compute --defer-embedding-wgrad-compute",
-            "both move weight gradients; keep one",
-        ),
     ],
 )
 def test_what_rules_it_out(flags: str, sentence: str) -> None:

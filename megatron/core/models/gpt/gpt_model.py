@@ -26,6 +26,7 @@ from megatron.core.plan.stages import (
 )
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import initialise_parameters, parameter_dtype
+from megatron.core.transformer.config_fields.positions import is_rotary
 from megatron.core.transformer.layer_inputs import StageInputs
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLoss, TokenShift
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -392,7 +393,7 @@ def _rotary_embeddings(
     """
     # Latent attention rotates whatever else the model is told about positions.
     kind = config.position_embedding_type if config.multi_latent_attention else position_embedding_type
-    if kind not in ("rope", "yarn"):
+    if not is_rotary(kind, config.multi_latent_attention):
         return None, None
     interpolation, base = stretch
     base, rotary_percent = config.choose_rotary_base(base, rotary_percent)

@@ -64,7 +64,7 @@ class LatentAttentionFields(PositionFields):
 
     def _latent_attention_has_positions(self) -> Iterator[str]:
         asked = "--multi-latent-attention"
-        if self.position_embedding_type not in ("rope", "yarn"):
+        if not self.rotates_heads:
             yield (
                 f"{asked} rotates a part of each head, which {self.say('position_embedding_type')} does not give; "
                 "use --position-embedding-type rope (with --no-rope-freq 1 no layer has positions)"

@@ -349,8 +349,6 @@ class PipelineFields(MTPFields):
         asked = (
             "--delay-wgrad-compute" if self.delay_wgrad_compute else "--overlap-dispatch-backward-with-experts-wgrad"
         )
-        if self.delays_weight_gradients and self.defer_embedding_wgrad_compute:
-            yield f"{asked} and --defer-embedding-wgrad-compute both move weight gradients; keep one"
         if self.delays_weight_gradients and self.defers_weight_gradients:
             yield f"{self.say('pipeline_schedule')} defers weight gradients already; leave out {asked}"
         if self.overlap_moe_expert_parallel_comm and self.pipeline_schedule is not None:
@@ -362,8 +360,5 @@ class PipelineFields(MTPFields):
         """What a flag rules out under which the layers' products cannot be split into two halves."""
         if self.defers_weight_gradients:
             yield f"{self.say('pipeline_schedule')} computes weight gradients later, which {flag} rules out; keep one"
-        for name in ("delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad"):
-            if getattr(self, name):
-                yield f"{self.say(name)} computes weight gradients later, which {flag} rules out; keep one"
         if self.defer_embedding_wgrad_compute:
             yield (f"--defer-embedding-wgrad-compute computes weight gradients later, which {flag} rules out; keep one")

@@ -13,7 +13,10 @@ from megatron.core.setting import Needs
 from megatron.core.transformer.config_fields.attention import AttentionFields
 
 # YaRN is rotary, too: what rope needs is there with either.
-_ROTARY = Needs("--position-embedding-type rope", lambda run: run.position_embedding_type in ("rope", "yarn"))
+ROTARY = Needs(
+    "--position-embedding-type rope",
+    lambda run: is_rotary(run.position_embedding_type, run.multi_latent_attention),
+)
 _YARN = Needs(
     "--position-embedding-type yarn",
     lambda run: is_yarn(run.position_embedding_type, run.rope_type, run.multi_latent_attention),
@@ -26,10 +29,18 @@ _TEMPERATURE = Needs("--attn-temperature-scale", lambda run: run.attn_temperatur
 _WINDOW = Needs("--window-size", lambda run: run.window_size is not None)
 
 
+def is_rotary(position_embedding_type: str, multi_latent_attention: bool) -> bool:
+    """Whether heads are rotated. Latent attention rotates a part of each also beside learned positions, which are added
+    to the embedding: upstream's model does both."""
+    beside = multi_latent_attention and position_embedding_type == "learned_absolute"
+    return beside or position_embedding_type in ("rope", "yarn")
+
+
 def is_yarn(position_embedding_type: str, rope_type: str | None, multi_latent_attention: bool) -> bool:
     """Whether positions are rotary with YaRN's frequencies. With latent attention rope means them, unless rope_type
-    says otherwise; upstream keeps the word rope there, and so do we."""
-    if position_embedding_type != "rope":
+    says otherwise, and so does its absence beside learned positions; upstream keeps the word rope there, and so do
+    we."""
+    if position_embedding_type == "yarn" or not is_rotary(position_embedding_type, multi_latent_attention):
         return position_embedding_type == "yarn"
     return rope_type == "yarn" or (rope_type is None and multi_latent_attention)
 
@@ -45,12 +56,12 @@ def compute_yarn_magnitude(scale: float = 1.0, mscale: float = 1.0) -> float:
 class PositionFields(AttentionFields):
     """Positions: learned or rotary, scaling, YaRN, and layers that differ."""
 
-    rotary_interleaved: bool = flag(False, kind="function", needs=_ROTARY)
+    rotary_interleaved: bool = flag(False, kind="function", needs=ROTARY)
     """Rotate neighbouring channel pairs (GPT-J) instead of the two halves of a head (GPT-NeoX, Llama)."""
-    rope_type: str | None = flag(None, choices=("rope", "yarn"), kind="function", needs=_ROTARY)
+    rope_type: str | None = flag(None, choices=("rope", "yarn"), kind="function", needs=ROTARY)
     """Which rotary positions, where --position-embedding-type rope asks for some; with --multi-latent-attention yarn
     when not given."""
-    rotary_base_local: int | None = flag(None, minimum=1, kind="function", needs=(_ROTARY, _WINDOW))
+    rotary_base_local: int | None = flag(None, minimum=1, kind="function", needs=(ROTARY, _WINDOW))
     """Base of the rotary frequencies in layers with a sliding window, where they are neither scaled nor interpolated
     (Gemma 3); those layers are like the others when not given."""
     rotary_scaling_factor: float = flag(1.0, minimum=1, kind="function", needs=_STRETCHED)
@@ -72,9 +83,9 @@ class PositionFields(AttentionFields):
     mscale_all_dim: float = flag(0.0, minimum=0, kind="function", needs=_STRETCHED)
     """YaRN: the divisor's share, see --mscale. With --multi-latent-attention, scores are multiplied by the square of
     (0.1 x this x ln(factor) + 1)."""
-    no_rope_freq: int | list[int] | None = flag(None, parse=layer_pattern, kind="function", needs=_ROTARY)
+    no_rope_freq: int | list[int] | None = flag(None, parse=layer_pattern, kind="function", needs=ROTARY)
     """Layers without rotary positions: every n-th, or one entry per layer such as ([0]*3+[1])*2, 1 for none."""
-    attn_temperature_scale: float | None = flag(None, above=0, kind="function", needs=(_ROTARY, _SOME_WITHOUT))
+    attn_temperature_scale: float | None = flag(None, above=0, kind="function", needs=(ROTARY, _SOME_WITHOUT))
     """In layers without rotary positions, multiply the query at position p, counted from 1, by 1 + this x
     ln(1 + floor(p / --attn-temperature-floor)), which keeps the softmax sharp over long sequences (Llama 4, where it is
     0.1; Nakanishi, 2025)."""
@@ -94,15 +105,20 @@ class PositionFields(AttentionFields):
 
     def derive(self) -> None:
         super().derive()
-        if self.position_embedding_type not in ("rope", "yarn"):
+        if not self.rotates_heads:
             return
         # One word for one thing, so that runs which say it in either way are found to be the same: upstream's.
         if self.multi_latent_attention:
             self.rope_type = self.rope_type or "yarn"
-            if self.rope_type == "yarn":
+            if self.rope_type == self.position_embedding_type:
                 self.position_embedding_type = "rope"
         elif self.rope_type == "yarn" or self.rope_type == self.position_embedding_type:
             self.position_embedding_type, self.rope_type = self.rope_type, None
+
+    @property
+    def rotates_heads(self) -> bool:
+        """Whether layers have rotary positions, beside learned ones or alone."""
+        return is_rotary(self.position_embedding_type, self.multi_latent_attention)
 
     def uses_yarn(self, kind: str | None = None) -> bool:
         """Whether rotary positions are YaRN's. kind: the positions that a model is built with; the config's when

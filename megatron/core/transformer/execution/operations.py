@@ -52,7 +52,7 @@ def describe_operations(
         fused_rope = "one kernel each way for queries, and one for keys"
     by_norm = kernels_work(device) and has_norm_kernel(config)
     norm = "one kernel each way, with sums of the residual stream" if by_norm else "one fused operation"
-    rotary = {"rotary positions": fused_rope} if config.position_embedding_type in ("rope", "yarn") else {}
+    rotary = {"rotary positions": fused_rope} if config.rotates_heads else {}
     return {
         "linear": _describe_linear(config, device) if engine is None else engine,
         "attention": "; ".join(dict.fromkeys(layer_backends)),
