@@ -64,9 +64,11 @@ OPTIONS = {
         --v-head-dim 5 --qk-layernorm --position-embedding-type rope --rotary-scaling-factor 4 --mscale 0.8
         --mscale-all-dim 0.9 --normalization RMSNorm --swiglu --ffn-hidden-size 48 --disable-bias-linear
         --untie-embeddings-and-output-weights""",
-    # The same without latent vectors of queries and norms, beside experts as in DeepSeek-V3: groups of them, a bias.
+    # The same without latent vectors of queries and norms, and with learned positions as well, beside experts as in
+    # DeepSeek-V3: groups of them, a bias.
     "deepseek": """--multi-latent-attention --kv-lora-rank 11 --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 5
-        --position-embedding-type rope --normalization RMSNorm --swiglu --ffn-hidden-size 48 --disable-bias-linear
+        --position-embedding-type learned_absolute --normalization RMSNorm --swiglu --ffn-hidden-size 48
+        --disable-bias-linear
         --untie-embeddings-and-output-weights --num-experts 4 --moe-layer-freq ([0]+[1]*3) --moe-ffn-hidden-size 24
         --moe-shared-expert-intermediate-size 24 --moe-router-score-function sigmoid --moe-router-enable-expert-bias
         --moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-topk-scaling-factor 2.5

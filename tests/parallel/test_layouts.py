@@ -35,7 +35,7 @@ SMALL = {
         "dp2,fsdp2,--loss-chunk-size=5", "pp2,dp2,fsdp2",
     ],
     "llama": [
-        "tp2,sp", "tp4", "tp2,sp,--tp-comm-overlap", "pp2,--decoder-first-pipeline-num-layers=1",
+        "tp2,sp", "tp4", "tp2,sp,--tp-comm-overlap,--deterministic-mode", "pp2,--decoder-first-pipeline-num-layers=1",
         "pp2,--pipeline-schedule=zb-h1", "pp4", "cp2", "cp2,--cp-comm-type=all_gather", "tp2,sp,cp2",
         "pp2,cp2,--use-tp-pp-dp-mapping",
         f"dp3,{TWO}", "dp2,dist-opt", f"dp4,dist-opt,overlap-all,--ddp-num-buckets=3,{ONE}",

@@ -97,11 +97,11 @@ def choose_column_plan(config: ModelParallelConfig, group: Group) -> Communicati
         bulk_dgrad=config.tp_comm_bulk_dgrad,
         bulk_wgrad=config.tp_comm_bulk_wgrad,
         overlap_rs_dgrad=config.tp_comm_overlap_rs_dgrad,
-        fused=_choose_fused(config, group),
+        fused=_find_fused(config, group),
     )
 
 
-def _choose_fused(config: ModelParallelConfig, group: Group) -> FusedCollectives | None:
+def _find_fused(config: ModelParallelConfig, group: Group) -> FusedCollectives | None:
     # They promise no order of sums.
     return None if config.deterministic_mode else choose_fused_collectives(group)
 
@@ -119,7 +119,7 @@ def choose_row_plan(config: ModelParallelConfig, group: Group) -> CommunicationP
         group,
         overlap_ag=config.tp_comm_overlap_ag,
         overlap_rs=config.tp_comm_overlap_rs,
-        fused=_choose_fused(config, group),
+        fused=_find_fused(config, group),
     )
 
 

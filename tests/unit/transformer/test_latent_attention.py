@@ -56,6 +56,7 @@ VARIANTS = {
     "yarn": f"{LOW_RANK_QUERIES} {YARN}",
     "rope": f"{LATENT} {YARN} --rope-type rope --rotary-percent 0.5 --rotary-base 100",
     "no positions": f"{LATENT} --no-rope-freq 1",
+    "learned positions as well": f"{LATENT} --position-embedding-type learned_absolute",
 }
 
 
@@ -368,7 +369,6 @@ def test_a_layer_and_a_config_that_do_not_fit_each_other() -> None:
         ("--qk-layernorm --qk-norm-scope all", "latent vectors, not heads; leave out --qk-norm-scope all"),
         ("--add-qkv-bias", "leave out --add-qkv-bias"),
         ("--rotary-interleaved", "leave out --rotary-interleaved"),
-        ("--position-embedding-type learned_absolute", "use --position-embedding-type rope"),
         ("--position-embedding-type none", "with --no-rope-freq 1 no layer has positions"),
         ("--position-embedding-type yarn --rope-type rope", "--rope-type rope and --position-embedding-type yarn"),
         ("--use-rope-scaling", "--use-rope-scaling and --position-embedding-type yarn both scale"),
@@ -381,6 +381,23 @@ def test_a_layer_and_a_config_that_do_not_fit_each_other() -> None:
 def test_what_is_refused(flags: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         build_model(f"{LATENT} {flags}")
+
+
+def test_learned_positions_are_added_and_a_part_of_each_head_is_rotated() -> None:
+    """As in upstream's model, whose latent attention rotates whatever the embedding adds."""
+    learned = f"{LATENT} --position-embedding-type learned_absolute"
+    model, rotated = build_model(learned), build_model(LATENT)
+    ids, positions, labels = token_batch()
+    table = model.embedding.position_embeddings.weight
+    losses = model(ids, positions, labels=labels)
+    assert not torch.allclose(losses, rotated(ids, positions, labels=labels))
+    with torch.no_grad():
+        table.zero_()
+    torch.testing.assert_close(model(ids, positions, labels=labels), rotated(ids, positions, labels=labels))
+    config = read_config(learned)
+    assert config.model.rope_type == "yarn" and any(
+        "beside --position-embedding-type learned" in n for n in config.notes
+    )
 
 
 def test_only_latent_attention_has_that_projection() -> None:
