@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tries the system with random layouts and hostile inputs, and counts what does not hold.
 
-    python -m tests.trial                                  60 layouts and 120 inputs of seed 1: about 20 minutes
-    python -m tests.trial --layouts 200 --inputs 0 --seed 7
+    python -m tests.trial                                  60 layouts, 20 in FP8 and FP4, 40 pairs of recomputed modules
+                                                           and 140 inputs of seed 1: about half an hour
+    python -m tests.trial --layouts 200 --precisions 0 --recomputations 0 --inputs 0 --seed 7
     python -m tests.trial --layout 17 --input 203          single cases again, by their seeds
 
 Every case is a function of its seed; a fault comes with the command that repeats it. Exit code 1 when there was one.
@@ -19,38 +20,59 @@ from collections.abc import Iterator
 from tests.parallel.harness import server
 from tests.trial.hostile_inputs import draw_input, judge_input, remove_saved_run
 from tests.trial.random_layouts import draw_case, judge_layout
+from tests.trial.random_precision import (
+    draw_precision,
+    draw_recomputation,
+    find_recipe,
+    judge_precision,
+    judge_recomputation,
+)
 from tests.trial.verdict import Verdict
 
 # A seed of the command line stands for this many cases, so that two seeds share none.
 CASES_PER_SEED = 100_000
+KINDS_OF_CASES = {
+    "layout": (60, "random layouts"),
+    "precision": (20, "layouts in FP8 and FP4"),
+    "recomputation": (40, "pairs of recomputed modules"),
+    "input": (140, "hostile inputs"),
+}
+"""Kind -> how many, and what they are."""
 
 
 def list_cases(options: argparse.Namespace) -> Iterator[tuple[str, int]]:
-    """What to try: "layout" or "input", and the case's seed."""
+    """What to try: a kind of `KINDS_OF_CASES`, and the case's seed."""
     first = options.seed * CASES_PER_SEED
-    single = bool(options.layout or options.input)
-    for kind, chosen, count in (("layout", options.layout, options.layouts), ("input", options.input, options.inputs)):
-        seeds = chosen if single else range(first, first + count)
+    single = any(getattr(options, kind) for kind in KINDS_OF_CASES)
+    for kind in KINDS_OF_CASES:
+        seeds = getattr(options, kind) if single else range(first, first + getattr(options, f"{kind}s"))
         yield from ((kind, seed) for seed in seeds)
 
 
-def judge(kind: str, seed: int) -> tuple[str, Verdict]:
-    """Run one case: what it was, and what became of it."""
+def judge(kind: str, seed: int) -> tuple[str, str, Verdict]:
+    """Run one case: its line of the tally, what it was, and what became of it."""
     if kind == "input":
         case = draw_input(seed)
-        return case.kind, judge_input(case)
-    layout = draw_case(seed)
-    return layout.layout_text(), judge_layout(layout)
+        verdict = judge_input(case)
+        # What a kind says of its case comes behind its first words.
+        return f"input: {case.kind.split(':')[0].split(' ')[0]}", case.kind, verdict
+    draw, decide = {
+        "layout": (draw_case, judge_layout),
+        "precision": (draw_precision, judge_precision),
+        "recomputation": (draw_recomputation, judge_recomputation),
+    }[kind]
+    layout = draw(seed)
+    line = kind if kind == "layout" else f"{kind}: {find_recipe(layout)}"
+    return line, layout.layout_text(), decide(layout)
 
 
 def main() -> int:
     """Run the cases and print the tally."""
     parser = argparse.ArgumentParser(prog="python -m tests.trial", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--layouts", type=int, default=60, help="random layouts (default: 60)")
-    parser.add_argument("--inputs", type=int, default=120, help="hostile inputs (default: 120)")
+    for kind, (count, text) in KINDS_OF_CASES.items():
+        parser.add_argument(f"--{kind}s", type=int, default=count, help=f"{text} (default: {count})")
+        parser.add_argument(f"--{kind}", type=int, action="append", default=[], metavar="SEED", help="this one alone")
     parser.add_argument("--seed", type=int, default=1, help="which cases (default: 1)")
-    parser.add_argument("--layout", type=int, action="append", default=[], metavar="SEED", help="this layout alone")
-    parser.add_argument("--input", type=int, action="append", default=[], metavar="SEED", help="this input alone")
     cases = list(list_cases(parser.parse_args()))
     server()
     tally: Counter[tuple[str, str]] = Counter()
@@ -58,23 +80,34 @@ def main() -> int:
     started_at = time.monotonic()
     try:
         for done, (kind, seed) in enumerate(cases, start=1):
-            what, verdict = judge(kind, seed)
-            tally[kind, verdict.kind] += 1
+            line, what, verdict = judge(kind, seed)
+            tally[line, verdict.kind] += 1
             left = (time.monotonic() - started_at) / done * (len(cases) - done)
-            line = (
+            text = (
                 f"[{done}/{len(cases)}, {left / 60:.0f} min left] {kind} {seed}: {verdict.kind}: {what}: {verdict.text}"
             )
-            print(line.encode("utf-8", "backslashreplace").decode().split("\n")[0][:400], flush=True)
+            print(text.encode("utf-8", "backslashreplace").decode().split("\n")[0][:400], flush=True)
             if verdict.kind == "fault":
                 faults.append(verdict)
-                print(f"{verdict.text}\n    {verdict.command}", flush=True)
+                again = f"python -m tests.trial --{kind} {seed}"
+                print(f"{verdict.text}\n    {verdict.command}\n    {again}", flush=True)
     finally:
         remove_saved_run()
-    print(f"\n{'':10} {'tried':>6} {'ran':>6} {'refused':>8} {'faults':>7}")
-    for kind in ("layout", "input"):
-        ran, refused, fault = (tally[kind, verdict] for verdict in ("ran", "refused", "fault"))
-        print(f"{kind + 's':10} {ran + refused + fault:6} {ran:6} {refused:8} {fault:7}")
+    print_tally(tally)
     return 1 if faults else 0
+
+
+def print_tally(tally: Counter[tuple[str, str]]) -> None:
+    """Print how many of each kind ran, were refused, and were a fault, and the sums."""
+    lines = sorted({line for line, _ in tally})
+    width = max(map(len, [*lines, "all"]))
+    print(f"\n{'':{width}} {'tried':>6} {'ran':>6} {'refused':>8} {'faults':>7}")
+    for line in [*lines, "all"]:
+        ran, refused, fault = (
+            sum(count for (of, verdict), count in tally.items() if verdict == kind and line in (of, "all"))
+            for kind in ("ran", "refused", "fault")
+        )
+        print(f"{line:{width}} {ran + refused + fault:6} {ran:6} {refused:8} {fault:7}")
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ from tests.faults.small_datasets import write_dataset
 from tests.functional.pretrain_runs import PRETRAIN, environment
 from tests.preprocess_runs import HF_FLAGS
 from tests.programs import ROOT, Program
+from tests.trial.hostile_models import MODELS, can_make_models, describe_change, make_hostile_model, remove_models
+from tests.trial.random_layouts import draw_case
 from tests.trial.verdict import Verdict
 
 LIMIT_SECONDS = 180.0
@@ -108,7 +110,11 @@ def _bad_value(seed: int, rng: random.Random) -> HostileCase:
 
 def _odd_flags(seed: int, rng: random.Random) -> HostileCase:
     """Three working flags at random: switches, choices, and numbers near their bounds."""
-    arguments = [*MODEL, *MOCK]
+    return HostileCase(seed, "flags", PRETRAIN, [*MODEL, *MOCK, *_draw_odd_flags(rng)])
+
+
+def _draw_odd_flags(rng: random.Random) -> list[str]:
+    arguments: list[str] = []
     for flag in rng.sample(_working_flags(), 3):
         if flag.is_switch:
             arguments.append(rng.choice(flag.spellings))
@@ -119,15 +125,7 @@ def _odd_flags(seed: int, rng: random.Random) -> HostileCase:
             arguments += _spell(flag, [rng.choice(["0", "1", "2", "3", "0.5", "1e-8", "64"]) for _ in range(count)])
         else:
             arguments += _spell(flag, [rng.choice(["DIRECTORY/new", "DIRECTORY/new/below", "word", "1,2"])])
-    return HostileCase(seed, "flags", PRETRAIN, arguments)
-
-
-def _left_out(seed: int, rng: random.Random) -> HostileCase:
-    """The same, and a flag with its value is missing."""
-    case = _odd_flags(seed, rng)
-    at = 2 * rng.randrange(len(MODEL) // 2)
-    case.kind, case.arguments = f"without {MODEL[at]}", [*case.arguments[:at], *case.arguments[at + 2 :]]
-    return case
+    return arguments
 
 
 def _bad_path(seed: int, rng: random.Random) -> HostileCase:
@@ -262,9 +260,43 @@ def _bad_tool(seed: int, rng: random.Random) -> HostileCase:
     return HostileCase(seed, f"tool: {name}", str(ROOT / "tools" / name), arguments, damage=prepare)
 
 
+def _lacks_a_flag(seed: int, rng: random.Random) -> HostileCase:
+    """A whole command line, of a model and a layout of the random trial, without one or two of its flags.
+
+    --print-config asks its rules at the number of processes that it is for; some train, in one process.
+    """
+    layout, trains = draw_case(seed), rng.random() < 0.4
+    whole = layout.model if trains else layout.divided
+    flags = [word for word in whole if word.startswith("--")]
+    missing = set(rng.sample(flags, rng.choice((1, 1, 2))))
+    words, keeps = [], True
+    for word in [*whole, *(_draw_odd_flags(rng) if rng.random() < 0.4 else ())]:
+        keeps = word not in missing if word.startswith("--") else keeps
+        words += [word] if keeps else []
+    variables = {} if trains else {"WORLD_SIZE": str(layout.world_size)}
+    arguments = words if trains else [*words, "--print-config"]
+    return HostileCase(seed, f"lacks {' '.join(sorted(missing))}", PRETRAIN, arguments, variables)
+
+
+def _bad_model_config(seed: int, rng: random.Random) -> HostileCase:
+    """A Hugging Face model whose config.json has a field that no one should give."""
+    if not can_make_models():
+        return _bad_value(seed, rng)
+    model = rng.choice(list(MODELS))
+    arguments = "--source hf --target megatron --input-path DIRECTORY/model --output-path DIRECTORY/converted".split()
+    case = HostileCase(seed, f"config.json: {model}", str(ROOT / "megatron" / "bridge" / "convert.py"), arguments)
+
+    def damage(directory: Path) -> None:
+        make_hostile_model(directory / "model", model, rng)
+        case.kind += f" {describe_change(directory / 'model', model)}"
+
+    case.damage = damage
+    return case
+
+
 KINDS = (
     _bad_value, _odd_flags, _bad_path, _bad_dataset, _bad_checkpoint, _bad_tokenizer, _bad_documents,
-    _bad_settings_file, _bad_environment, _bad_tool, _bad_value, _odd_flags, _left_out,
+    _bad_settings_file, _bad_environment, _bad_tool, _bad_value, _odd_flags, _lacks_a_flag, _bad_model_config,
 )  # fmt: skip
 
 
@@ -341,7 +373,8 @@ def _saved_run() -> Path:
 
 
 def remove_saved_run() -> None:
-    """Remove what `_saved_run` made."""
+    """Remove what `_saved_run` and conversions were made of."""
+    remove_models()
     if _saved_run.cache_info().currsize:
         shutil.rmtree(_saved_run().parent)
         _saved_run.cache_clear()

@@ -4,14 +4,27 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron.training.verify.parity import RankTrace
 from tests.functional.pretrain_runs import PRETRAIN
+from tests.trial import random_precision
+from tests.trial.__main__ import print_tally
 from tests.trial.hostile_inputs import KINDS, MOCK, MODEL, HostileCase, draw_input, judge_input, remove_saved_run
-from tests.trial.random_layouts import draw_case, judge_layout
+from tests.trial.random_layouts import LayoutCase, draw_case, judge_layout
+from tests.trial.random_precision import (
+    MODULES,
+    RECIPES,
+    draw_precision,
+    draw_recomputation,
+    find_recipe,
+    judge_precision,
+    judge_recomputation,
+)
 from tests.trial.verdict import Verdict
 
 
@@ -23,6 +36,46 @@ def judged(verdict: Verdict) -> str:
 @pytest.mark.parametrize("seed", [0, 5, 35])
 def test_random_layouts(seed: int) -> None:
     assert judged(judge_layout(draw_case(seed))) == "ran"
+
+
+def test_a_layout_in_fp8() -> None:
+    assert judged(judge_precision(draw_precision(5))) == "ran"
+
+
+@pytest.mark.parametrize("seed", [0, 4])
+def test_pairs_of_recomputed_modules(seed: int) -> None:
+    assert judged(judge_recomputation(draw_recomputation(seed))) == "ran"
+
+
+def test_draws_are_functions_of_their_seed_and_see_every_recipe_and_module() -> None:
+    for draw in (draw_precision, draw_recomputation):
+        cases = [draw(seed) for seed in range(100)]
+        assert [draw(seed) for seed in range(100)] == cases
+        assert {find_recipe(case) for case in cases} >= RECIPES.keys() - {"fp32", "bf16"}
+    assert {module for case in cases for module in case.layout[2:]} == set(MODULES)
+
+
+def test_other_bits_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first loss of a layout is held to more than the later ones, where ranks have the same scales."""
+
+    def kinds(draw: Callable[[int], LayoutCase], judge: Callable[[LayoutCase], Verdict], *losses: float) -> str:
+        found = iter([[{"lm loss": loss} for loss in losses], [{"lm loss": 2.0}] * len(losses)])
+        monkeypatch.setattr(
+            random_precision, "run_distributed", lambda *a, **k: [RankTrace(next(found), [1.0] * len(losses), [])]
+        )
+        return judge(draw(5)).kind
+
+    assert kinds(draw_recomputation, judge_recomputation, 2.0, 2.0) == "ran"
+    assert kinds(draw_recomputation, judge_recomputation, 2.0, 2.0000002) == "fault"
+    assert kinds(draw_precision, judge_precision, 2.0, 2.001) == "ran"
+    assert kinds(draw_precision, judge_precision, 2.0001, 2.0) == "fault"
+    assert kinds(draw_precision, judge_precision, 2.0, math.nan) == "fault"
+
+
+def test_the_tally_has_a_line_for_each_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    print_tally(Counter({("layout", "ran"): 3, ("input: lacks", "fault"): 1, ("input: lacks", "refused"): 2}))
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert rows == [["input:", "lacks", *"3021"], ["layout", *"3300"], ["all", *"6321"]]
 
 
 def test_hostile_inputs() -> None:
