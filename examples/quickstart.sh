@@ -4,25 +4,19 @@
 #
 #   bash examples/quickstart.sh
 #
-# Every command is printed before it runs. Run it again and it resumes from the last checkpoint and trains on.
+# Every command is printed before it runs (DRY_RUN=1: and does not run). Run it again and it resumes from the last
+# checkpoint and trains on.
 # ITERATIONS=50 bash examples/quickstart.sh makes it shorter; QUICKSTART_DIR is where everything is written. On a folder of
 # text files of your own:  TEXT_DIR=my_texts QUICKSTART_DIR=mine PROMPT="Once" bash examples/quickstart.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 out="${QUICKSTART_DIR:-quickstart}"
-
-step() { printf '\n=== %s\n' "$*"; }
-run() { # print a command, run it, and say how long it took if that was longer than two seconds
-    printf '+%s\n' "$(printf ' %q' "$@")"
-    local started=$SECONDS
-    "$@"
-    [ $((SECONDS - started)) -lt 3 ] || printf '  (%d s)\n' $((SECONDS - started))
-}
+source examples/launch/steps.sh
 
 step "1. Python packages"
-source tools/install.sh plot
-mkdir -p "$out"
+run source tools/install.sh plot
+run mkdir -p "$out"
 
 step "2. Corpus: ${TEXT_DIR:-the Python standard library of this machine}"
 [ -f "$out/corpus.jsonl" ] || run python examples/quickstart/build_corpus.py \
@@ -38,7 +32,7 @@ step "4. Dataset: text to token ids"
     --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$out/tokenizer" --append-eod --workers 2
 
 step "5. Training"
-if python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+if [ -z "${DRY_RUN:-}" ] && python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     iterations="${ITERATIONS:-1000}" # about 100 M parameters on a GPU
     model=(--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024
         --micro-batch-size 16 --global-batch-size 32 --lr 6e-4 --min-lr 6e-5 --bf16)

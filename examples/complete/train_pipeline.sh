@@ -6,7 +6,7 @@
 #   CORPUS_URL=https://.../corpus.jsonl ...                       fetched to WORK_DIR/corpus.jsonl first
 #   LAPTOP=1 WORK_DIR=runs/trial bash examples/complete/train_pipeline.sh       all of it on this machine, small, offline
 #
-# Each step is skipped when its result is there: run it again after an interruption. On several nodes run it on the first
+# DRY_RUN=1 prints the commands. Each step is skipped when its result is there: run it again after an interruption. On several nodes run it on the first
 # one, which prepares the data, then on all with NNODES, NODE_RANK, MASTER_ADDR (docs/launching.md).
 #
 # Variables: CORPUS or CORPUS_URL (JSON lines with "text"), TOKENIZER_MODEL (a tokenizer.json or its directory), WORK_DIR,
@@ -15,24 +15,24 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 cd "$root"
 
-fail() { # one sentence, before anything has started
-    echo "error: $*" >&2
-    exit 2
-}
-step() { printf '\n=== %s\n' "$*"; }
+source examples/launch/steps.sh
 
 command -v python > /dev/null || fail "there is no python; activate the environment that has torch (README.md)"
+if [ -n "${DRY_RUN:-}" ]; then
+    WORK_DIR="${WORK_DIR:-/path/to/results}" CORPUS="${CORPUS:-/path/to/corpus.jsonl}"
+    TOKENIZER_MODEL="${TOKENIZER_MODEL:-/path/to/tokenizer}"
+fi
 [ -n "${WORK_DIR:-}" ] || fail "WORK_DIR is not set; give a directory for all results"
 work="$WORK_DIR"
 gpus="${GPUS_PER_NODE:-}"
 
 if [ -n "${LAPTOP:-}" ]; then
     # The sources of Python's standard library are text that every machine has.
-    mkdir -p "$work"
+    run mkdir -p "$work"
     CORPUS="$work/corpus.jsonl" TOKENIZER_MODEL="$work/tokenizer" gpus=0
-    [ -f "$CORPUS" ] || python examples/quickstart/build_corpus.py --output "$CORPUS" --megabytes "${CORPUS_MEGABYTES:-1}"
+    [ -f "$CORPUS" ] || run python examples/quickstart/build_corpus.py --output "$CORPUS" --megabytes "${CORPUS_MEGABYTES:-1}"
     [ -f "$TOKENIZER_MODEL/tokenizer.json" ] ||
-        python examples/quickstart/train_tokenizer.py --input "$CORPUS" --output "$TOKENIZER_MODEL" --vocab-size 1000
+        run python examples/quickstart/train_tokenizer.py --input "$CORPUS" --output "$TOKENIZER_MODEL" --vocab-size 1000
     model=(--num-layers 2 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 128 --swiglu
         --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights
         --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 4)
@@ -45,23 +45,23 @@ fi
 
 step "1. Raw text"
 if [ -z "${CORPUS:-}" ] && [ -n "${CORPUS_URL:-}" ]; then
-    mkdir -p "$work"
+    run mkdir -p "$work"
     CORPUS="$work/corpus.jsonl"
     # Under another name until it is complete: a broken download is not taken for the corpus.
-    [ -f "$CORPUS" ] || { curl --fail --location --output "$CORPUS.part" "$CORPUS_URL" && mv "$CORPUS.part" "$CORPUS"; }
+    [ -f "$CORPUS" ] || { run curl --fail --location --output "$CORPUS.part" "$CORPUS_URL" && run mv "$CORPUS.part" "$CORPUS"; }
 fi
 [ -n "${CORPUS:-}" ] || fail "neither CORPUS nor CORPUS_URL is set; give a file of JSON lines with \"text\", or LAPTOP=1"
-[ -f "$CORPUS" ] || fail "CORPUS=$CORPUS does not exist; give a file of JSON lines with \"text\""
-[ -e "${TOKENIZER_MODEL:-}" ] || fail "TOKENIZER_MODEL=${TOKENIZER_MODEL:-} does not exist; give a tokenizer.json or its directory"
+[ -n "${DRY_RUN:-}" ] || [ -f "$CORPUS" ] || fail "CORPUS=$CORPUS does not exist; give a file of JSON lines with \"text\""
+[ -n "${DRY_RUN:-}" ] || [ -e "${TOKENIZER_MODEL:-}" ] || fail "TOKENIZER_MODEL=${TOKENIZER_MODEL:-} does not exist; give a tokenizer.json or its directory"
 
 step "2. Token ids, verified against the text"
 tokenizer=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER_MODEL")
-mkdir -p "$work"
+run mkdir -p "$work"
 if [ ! -f "$work/data_text_document.idx" ]; then
-    python tools/preprocess_data.py --input "$CORPUS" --output-prefix "$work/data" "${tokenizer[@]}" --append-eod \
+    run python tools/preprocess_data.py --input "$CORPUS" --output-prefix "$work/data" "${tokenizer[@]}" --append-eod \
         --workers "${WORKERS:-2}"
 fi
-python tools/verify_dataset.py --input "$work/data_text_document" "${tokenizer[@]}"
+run python tools/verify_dataset.py --input "$work/data_text_document" "${tokenizer[@]}"
 
 step "3. The variables of the network"
 eval "$(python tools/env.py --format shell)"
@@ -77,20 +77,20 @@ flags=("${model[@]}" --seq-length "$length" --global-batch-size "$batch" "${toke
 # shellcheck disable=SC2206
 flags+=(${EXTRA_FLAGS:-})
 if [ "$gpus" = 0 ]; then
-    python pretrain_gpt.py "${flags[@]}"
+    run python pretrain_gpt.py "${flags[@]}"
 else
     bash examples/launch/start.sh "${flags[@]}"
 fi
 [ "${NODE_RANK:-0}" = 0 ] || exit 0
 
 step "5. How it went"
-python examples/complete/monitor_run.py --metrics-dir "$work/metrics" --finished || echo "see docs/troubleshooting.md"
-python tools/checkpoint/doctor.py "$work/checkpoints"
+run python examples/complete/monitor_run.py --metrics-dir "$work/metrics" --finished || echo "see docs/troubleshooting.md"
+run python tools/checkpoint/doctor.py "$work/checkpoints"
 
 step "6. Text from the model"
-python tools/generate.py --load "$work/checkpoints" --prompt "import os" --max-new-tokens 40 --temperature 0.7 --seed 1
+run python tools/generate.py --load "$work/checkpoints" --prompt "import os" --max-new-tokens 40 --temperature 0.7 --seed 1
 
 step "7. For other programs"
 [ -d "$work/hf" ] ||
-    python -m megatron.bridge.convert --source megatron --target hf --input-path "$work/checkpoints" --output-path "$work/hf"
+    run python -m megatron.bridge.convert --source megatron --target hf --input-path "$work/checkpoints" --output-path "$work/hf"
 printf '\nOpen it:  AutoModelForCausalLM.from_pretrained("%s")\nCurves:   tensorboard --logdir %s\n' "$work/hf" "$work/tensorboard"

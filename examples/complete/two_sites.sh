@@ -24,10 +24,7 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 timeout_minutes="${TIMEOUT_MINUTES:-10}"
 
-fail() { # one sentence, before anything has started
-    echo "error: $*" >&2
-    exit 2
-}
+source "$root/examples/launch/steps.sh"
 
 layout=(--use-torch-fsdp2 --num-distributed-optimizer-instances 2 --distributed-timeout-minutes "$timeout_minutes")
 if [ "${GRAD_BITS:-32}" = 16 ]; then
@@ -35,11 +32,11 @@ if [ "${GRAD_BITS:-32}" = 16 ]; then
 fi
 
 start_node() { # sites' first address, port, nodes, number of this node, processes, flags ...
-    ${DRY_RUN:+echo} torchrun --nproc_per_node="$5" --nnodes="$3" --node_rank="$4" --master_addr="$1" --master_port="$2" \
+    run python "$root/tools/launch.py" --nproc_per_node="$5" --nnodes="$3" --node_rank="$4" --master_addr="$1" --master_port="$2" \
         "$root/pretrain_gpt.py" "${layout[@]}" "${@:6}"
 }
 
-command -v torchrun > /dev/null || fail "there is no torchrun; activate the environment that has torch"
+command -v python > /dev/null || fail "there is no python; activate the environment that has torch"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 if [ -n "${LAPTOP:-}" ]; then
@@ -49,19 +46,22 @@ if [ -n "${LAPTOP:-}" ]; then
         --tokenizer-type NullTokenizer --vocab-size 60 --num-workers 0 --log-comm-volume
         --hidden-dropout 0 --attention-dropout 0)
     export MEGATRON_DEVICE=cpu
-    [ -z "${DRY_RUN:-}" ] || { start_node localhost "$port" 2 0 "$gpus" "${tiny[@]}" "$@"; exit; }
-    start_node localhost "$port" 2 1 "$gpus" "${tiny[@]}" "$@" &
+    # When it is told to end because the first site has failed, what it says of that would be the last line.
+    start_node localhost "$port" 2 1 "$gpus" "${tiny[@]}" "$@" 2> >(grep -v "told to end by SIGTERM" >&2) &
     second=$!
     start_node localhost "$port" 2 0 "$gpus" "${tiny[@]}" "$@" || { kill "$second" 2> /dev/null; exit 1; }
     wait "$second"
     exit
 fi
 
+if [ -n "${DRY_RUN:-}" ]; then
+    SITE="${SITE:-0}" HEAD="${HEAD:-HEAD}" GPUS_PER_NODE="${GPUS_PER_NODE:-8}" DATA_PATH="${DATA_PATH:-/path/to/data}"
+fi
 [ "${SITE:-}" = 0 ] || [ "${SITE:-}" = 1 ] || fail "SITE=${SITE:-} is neither 0 nor 1; give the number of this site"
 [ -n "${HEAD:-}" ] || fail "HEAD is not set; give the address of the first site's first node"
 [ -n "${GPUS_PER_NODE:-}" ] || fail "GPUS_PER_NODE is not set; give the GPUs of a node"
 [ -n "${DATA_PATH:-}" ] || fail "DATA_PATH is not set; give the prefix of this site's copy of the dataset"
-[ -e "$DATA_PATH.idx" ] || fail "DATA_PATH: $DATA_PATH.idx does not exist; copy the dataset to this site first"
+[ -n "${DRY_RUN:-}" ] || [ -e "$DATA_PATH.idx" ] || fail "DATA_PATH: $DATA_PATH.idx does not exist; copy the dataset to this site first"
 nodes="${NODES_PER_SITE:-1}"
 # Between sites there is no InfiniBand: addresses and sockets are those of the long line.
 eval "$(python "$root/tools/env.py" --network ethernet ${INTERFACE:+--interface "$INTERFACE"} --format shell)"

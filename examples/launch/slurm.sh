@@ -11,6 +11,7 @@
 #   GPUS_PER_NODE     of each node; those that the job asked for when not set
 #   CONTAINER_IMAGE   run in this image (needs the Pyxis plug-in); CONTAINER_MOUNTS: SOURCE:TARGET,...
 #   REQUEUE=0         end when the time is up
+#   DRY_RUN=1         print what a job would run; needs no SLURM
 #SBATCH --signal=B:USR1@300
 #SBATCH --requeue
 #SBATCH --open-mode=append
@@ -24,6 +25,9 @@ fail() {
 
 [ $# -ge 1 ] || fail "give the training script: sbatch ... examples/launch/slurm.sh SCRIPT"
 [ -f "$1" ] || fail "$1 does not exist; give the training script"
+if [ -n "${DRY_RUN:-}" ]; then
+    export SLURM_JOB_ID="${SLURM_JOB_ID:-0}" SLURM_JOB_NODELIST="${SLURM_JOB_NODELIST:-localhost}"
+fi
 [ -n "${SLURM_JOB_ID:-}" ] || fail "this is no SLURM job; submit it: sbatch ... $0 $*"
 
 export GPUS_PER_NODE="${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}"

@@ -9,20 +9,17 @@
 #   GPUS_PER_NODE   processes on each node; as many as it has GPUs when not set
 #   NNODES NODE_RANK MASTER_ADDR MASTER_PORT
 #                   several nodes: run the same script on each of them, NODE_RANK being 0, 1, ...
-#   LAUNCHER        torchrun (one for each node), or srun (SLURM starts every process itself)
-#   DRY_RUN=1       print the command, run nothing
+#   LAUNCHER        torchrun (one for each node, as tools/launch.py starts it), or srun (SLURM starts every process itself)
+#   DRY_RUN=1       print the command, run nothing; 8 GPUs where there are none
 #   LAPTOP=1        the same kind of run with tiny sizes and made-up data, on this machine, as tools/shrink.py makes it
 #
 # In a SLURM job (sbatch SCRIPT) the nodes are those of the job, and srun reaches all of them.
 set -euo pipefail
 
+# shellcheck source=examples/launch/steps.sh
+source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
 LAUNCH_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 START_SH="$LAUNCH_ROOT/examples/launch/start.sh"
-
-fail() { # one sentence, before anything has started
-    echo "error: $*" >&2
-    exit 2
-}
 
 is_trial() { [ -n "${DRY_RUN:-}" ] || [ -n "${LAPTOP:-}" ]; }
 
@@ -86,6 +83,9 @@ count_gpus() {
     if [ -z "$gpus" ] && command -v nvidia-smi > /dev/null; then
         gpus="$(nvidia-smi --list-gpus | wc -l)"
     fi
+    if [ -n "${DRY_RUN:-}" ] && [ "${gpus:-0}" = 0 ]; then
+        gpus=8
+    fi
     [ -n "$gpus" ] && [ "$gpus" != 0 ] ||
         fail "no GPU was found; set GPUS_PER_NODE, or LAPTOP=1 for a trial with tiny sizes on this machine"
     echo "$gpus"
@@ -109,6 +109,25 @@ run_or_print() {
     fi
 }
 
+# srun's last words are which tasks ended with which code: what the first of them said is said again behind those.
+srun_or_print() {
+    [ -z "${DRY_RUN:-}" ] || { run_or_print srun "$@"; return; }
+    local code=0
+    { srun "$@" 2>&1 >&3 3>&- | repeat_error >&2 3>&-; } 3>&1 || code=$?
+    exit "$code"
+}
+
+repeat_error() {
+    local line last="" error=""
+    while IFS= read -r line || [ -n "$line" ]; do
+        last="$line"
+        printf '%s\n' "$line"
+        # A run that goes on says so behind what it could not do.
+        [[ -n "$error" || "$line" != "error: "* || "$line" == *"goes on" ]] || error="$line"
+    done
+    [ -z "$error" ] || [ "$error" = "$last" ] || printf '%s\n' "$error"
+}
+
 start() {
     command -v python > /dev/null || fail "there is no python; activate the environment that has torch (README.md)"
     if [ -n "${LAPTOP:-}" ]; then
@@ -124,7 +143,6 @@ start() {
         start_in_slurm "$gpus" "$@"
         return
     fi
-    command -v torchrun > /dev/null || fail "there is no torchrun; activate the environment that has torch (README.md)"
     local where=(--nproc_per_node="$gpus" --nnodes="${NNODES:-1}")
     if [ "${NNODES:-1}" -gt 1 ]; then
         [ -n "${MASTER_ADDR:-}" ] || fail "NNODES is $NNODES and MASTER_ADDR is not set; give the first node's address"
@@ -132,16 +150,16 @@ start() {
         where+=(--node_rank="${NODE_RANK:-0}" --master_addr="$MASTER_ADDR" --master_port="${MASTER_PORT:-29500}")
     fi
     [ -n "${SLURM_STEP_ID:-}" ] || check_flags $((gpus * ${NNODES:-1})) "$@"
-    run_or_print torchrun "${where[@]}" "$LAUNCH_ROOT/pretrain_gpt.py" "$@"
+    run_or_print python "$LAUNCH_ROOT/tools/launch.py" "${where[@]}" "$LAUNCH_ROOT/pretrain_gpt.py" "$@"
 }
 
 start_in_slurm() {
     local gpus=$1
     shift
-    command -v srun > /dev/null || fail "SLURM_JOB_ID is set and there is no srun; unset it, or load SLURM's commands"
-    export NNODES="${SLURM_JOB_NUM_NODES:-${SLURM_NNODES:-1}}" GPUS_PER_NODE="$gpus"
+    [ -n "${DRY_RUN:-}" ] || command -v srun > /dev/null || fail "SLURM_JOB_ID is set and there is no srun; unset it, or load SLURM's commands"
+    export NNODES="${SLURM_JOB_NUM_NODES:-${SLURM_NNODES:-${NNODES:-1}}}" GPUS_PER_NODE="$gpus"
     local hosts
-    hosts="$(scontrol show hostnames "$SLURM_JOB_NODELIST")"
+    hosts="$([ -n "${DRY_RUN:-}" ] || scontrol show hostnames "$SLURM_JOB_NODELIST")"
     MASTER_ADDR="${MASTER_ADDR:-${hosts%%$'\n'*}}"
     # Jobs that share a node need ports of their own.
     MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}"
@@ -154,11 +172,11 @@ start_in_slurm() {
         torchrun)
             # On each node this file again, which takes its rank from the step: the inner shell expands it.
             # shellcheck disable=SC2016
-            run_or_print srun "${options[@]}" --ntasks-per-node=1 "${site[@]}" \
+            srun_or_print "${options[@]}" --ntasks-per-node=1 "${site[@]}" \
                 bash -c 'NODE_RANK=$SLURM_NODEID exec bash "$0" "$@"' "$START_SH" "$@"
             ;;
         srun)
-            run_or_print srun "${options[@]}" --ntasks-per-node="$gpus" "${site[@]}" \
+            srun_or_print "${options[@]}" --ntasks-per-node="$gpus" "${site[@]}" \
                 python "$LAUNCH_ROOT/pretrain_gpt.py" "$@"
             ;;
         *) fail "LAUNCHER=$LAUNCHER is not known; use torchrun or srun" ;;

@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
     "Text to model": (
         Command("preprocess", "megatron.cli.preprocess_data", "turn text into a token dataset"),
         Command("train", "megatron.cli.train", "pretrain a GPT model, or train one on", "run"),
+        Command("launch", "megatron.cli.launch", "train in several processes: torchrun, with the error last"),
         Command("generate", "megatron.cli.generate", "continue texts with a trained model, or talk with it"),
         Command("convert", "megatron.bridge.convert", "models from and to Hugging Face directories"),
     ),
@@ -79,7 +80,7 @@ def format_commands() -> str:
     lines = [f"usage: {PROGRAM} NAME ...     {PROGRAM} NAME --help says what it takes", ""]
     for heading, group in COMMANDS.items():
         lines += [f"{heading}:", *(f"  {command.name:<{width}}  {command.text}" for command in group), ""]
-    lines.append(f"On several GPUs: torchrun --nproc_per_node 8 -m megatron train ... (megatron {__version__})")
+    lines.append(f"On several GPUs: {PROGRAM} launch --nproc_per_node 8 -- ... (megatron {__version__})")
     return "\n".join(lines)
 
 

@@ -25,8 +25,8 @@ def main() -> int:
         return 0
     only_prints = arguments[0] == "--print"
     words, processes = shrink(arguments[only_prints:], os.environ)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command += [*find_program(), *words]
+    launcher = find_program("tools/launch.py", "megatron.cli.launch")
+    command = [sys.executable, *launcher, "--standalone", f"--nproc_per_node={processes}", *find_program(), *words]
     print(shlex.join(["python", *command[1:]]), flush=True)
     if not only_prints:
         environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}

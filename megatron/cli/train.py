@@ -78,10 +78,11 @@ def run() -> NoReturn:
     leave(run_job(main, os.environ))
 
 
-def find_program() -> list[str]:
-    """What torchrun, or python, is given to start this program: the script of a checkout, or else this module."""
-    script = Path(__file__).resolve().parents[2] / "pretrain_gpt.py"
-    return [str(script)] if script.exists() else ["-m", __name__]
+def find_program(script: str = "pretrain_gpt.py", module: str = __name__) -> list[str]:
+    """Return what python, or torchrun, is given to start this program, or another: the script of a checkout, or else
+    the module."""
+    path = Path(__file__).resolve().parents[2] / script
+    return [str(path)] if path.exists() else ["-m", module]
 
 
 if __name__ == "__main__":

@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import re
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -139,10 +141,46 @@ def format_bytes(number: float) -> str:
 
 def report_error(error: MegatronError) -> None:
     """Print `error: …`, one line for each problem, on standard error."""
+    for line in _format_error(error):
+        say(line, sys.stderr)
+
+
+def _format_error(error: BaseException) -> list[str]:
     problems = error.problems if isinstance(error, ConfigError) else [str(error)]
-    for problem in problems:
-        # One line for each, whatever is in it, because programs read these line by line.
-        say(f"error: {' '.join(problem.split())}", sys.stderr)
+    if not isinstance(error, MegatronError):
+        problems = [f"{type(error).__name__}: {error}"]
+    # One line for each, whatever is in it, because programs read these line by line.
+    return [f"error: {' '.join(problem.split())}" for problem in problems]
+
+
+def tell_launcher(error: BaseException, delay_seconds: float = 0.0) -> None:
+    """Leave what ends this process where torchrun looks for it (the file TORCHELASTIC_ERROR_FILE), so that its report
+    has the sentence as the root cause: of several processes that of the earliest, which counts as so much later. The
+    first error of a process stays; without torchrun nothing is written."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or os.path.exists(path):
+        return
+    when = str(int(time.time() + delay_seconds))
+    content = {"message": "\n".join(_format_error(error)), "extraInfo": {"timestamp": when}}
+    with contextlib.suppress(OSError):
+        Path(f"{path}.part").write_text(json.dumps({"message": content}), encoding="utf-8")
+        os.replace(f"{path}.part", path)
+
+
+@contextlib.contextmanager
+def _telling_launcher() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        tell_launcher(_as_shortage(error) or error)
+        raise
+
+
+def _as_shortage(error: Exception) -> MemoryShortageError | None:
+    refused = explain_refused_memory(error)
+    if refused is None:
+        return None
+    return MemoryShortageError(f"out of memory: {refused} could not be had; ask for less at once")
 
 
 @contextlib.contextmanager
@@ -169,25 +207,23 @@ def command_line(main: Callable[[], int | None]) -> Callable[[], int]:
     without a traceback; a warning of ours becomes its `warning:` line, without the line of code that gave it.
 
     `MEGATRON_TRACEBACK=1` (or `--traceback`) shows the traceback as well. A closed output pipe ends the program
-    quietly.
+    quietly. Whatever ends it is told to torchrun, too.
     """
 
     @functools.wraps(main)
     def wrapped() -> int:
         try:
-            with _plain_warnings():
+            with _plain_warnings(), _telling_launcher():
                 return main() or 0
         except (MegatronError, MemoryError, RuntimeError) as error:
             # Not from parsed arguments: they may be what is wrong.
             if "--traceback" in sys.argv or os.environ.get("MEGATRON_TRACEBACK") == "1":
                 raise
-            if not isinstance(error, MegatronError):
-                refused = explain_refused_memory(error)
-                if refused is None:
-                    raise
-                error = MemoryShortageError(f"out of memory: {refused} could not be had; ask for less at once")
-            report_error(error)
-            return error.exit_code
+            known = error if isinstance(error, MegatronError) else _as_shortage(error)
+            if known is None:
+                raise
+            report_error(known)
+            return known.exit_code
         except KeyboardInterrupt as interrupt:
             # A run that Ctrl-C has ended in order has said so itself, and hands on its words.
             if not interrupt.args:

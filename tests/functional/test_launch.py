@@ -3,14 +3,32 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from tests.functional.pretrain_runs import TINY, finish, free_port, launch, metrics, run, start
+from megatron.cli.launch import describe_failure
+from megatron.core.errors import ConfigError, TemporaryError, command_line
+from tests.functional.pretrain_runs import (
+    ROOT,
+    TIMEOUT_SECONDS,
+    TINY,
+    environment,
+    finish,
+    free_port,
+    launch,
+    metrics,
+    run,
+    start,
+)
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
+
+NO_DATA = [*(flag for flag in TINY if flag != "--mock-data"), "--data-path", "no/such/dataset", "--split", "99,1,0"]
 
 
 @pytest.fixture(scope="module")
@@ -113,10 +131,49 @@ def test_sequence_parallelism_of_one_process_is_noted() -> None:
 
 
 def test_errors_of_all_ranks_are_said_once() -> None:
-    done = launch((*TORCHRUN, "2"), [*TINY[:-2], "--data-path", "no/such/dataset", "--split", "99,1,0"])
+    done = launch((*TORCHRUN, "2"), NO_DATA)
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert len(lines) == 1, done.stderr
+    # torchrun's report has it as well, and not only an exit code.
+    assert f"traceback : {lines[0]}" in done.stderr.split("Root Cause")[1]
+
+
+def test_the_last_line_of_our_launcher_is_the_sentence() -> None:
+    """Without torchrun's table behind it, and with the exit code of the process that failed."""
+    command = [sys.executable, "-m", "megatron", "launch", "--nproc_per_node", "2", "--", *NO_DATA]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, env=environment({}), cwd=ROOT
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: no/such/dataset.idx: no such file"), done.stderr
+    assert "Root Cause" not in done.stderr and "Traceback" not in done.stderr
+
+
+def test_what_ended_a_process_is_told_for_each_way_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First errors stay, as a rank's own comes before that of its lost peer; bugs and signals have a sentence, too."""
+
+    def describe(name: str, exit_code: int) -> list[str]:
+        failure = ProcessFailure(local_rank=0, pid=7, exitcode=exit_code, error_file=str(tmp_path / name))
+        return describe_failure(3, failure)
+
+    def fail(error: Exception) -> int:
+        @command_line
+        def main() -> int:
+            raise error
+
+        return main()
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "told"))
+    assert fail(ConfigError(["--a is bad", "--b is\nworse"])) == 2
+    assert fail(TemporaryError("a peer was lost")) == 75
+    assert describe("told", 2) == ["error: --a is bad", "error: --b is worse"]
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "bug"))
+    with pytest.raises(KeyError):
+        fail(KeyError("x"))
+    assert describe("bug", 1) == ["error: KeyError: 'x'"]
+    assert describe("absent", -9) == ["error: rank 3 was ended by SIGKILL; the system does so when memory is short"]
+    assert describe("absent", 5) == ["error: rank 3 ended with exit code 5; what it printed is above"]
 
 
 @pytest.mark.flags("--transformer-impl")

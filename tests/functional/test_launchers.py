@@ -47,6 +47,7 @@ SCRIPTS = {
 }
 """Script and argument -> processes."""
 TRAINED = ("llama/train_llama_70b.sh", "llama/train_llama3_8b_fp8.sh", "deepseek/train_deepseek_v3.sh")
+EXAMPLE_SCRIPTS = sorted(path for path in EXAMPLES.rglob("*.sh") if path.name != "steps.sh")
 SHELL_FILES = sorted(
     path for place in ("examples", "tools", "tests", ".github") for path in (ROOT / place).rglob("*.sh")
 )
@@ -71,13 +72,13 @@ def run(script: str | Path, timeout: float = 300, **variables: str) -> subproces
 
 
 def dry_run(script: str, **variables: str) -> tuple[dict[str, str], list[str]]:
-    """torchrun's options, and the flags of pretrain_gpt.py."""
+    """The launcher's options, which are torchrun's, and the flags of pretrain_gpt.py."""
     finished = run(script, DRY_RUN="1", GPUS_PER_NODE="8", **variables)
     assert finished.returncode == 0, finished.stderr
     words = shlex.split(finished.stdout)
     program = next(index for index, word in enumerate(words) if word.endswith("pretrain_gpt.py"))
-    assert words[0] == "torchrun"
-    options = dict(word.removeprefix("--").partition("=")[::2] for word in words[1:program])
+    assert words[:2] == ["python", str(ROOT / "tools" / "launch.py")]
+    options = dict(word.removeprefix("--").partition("=")[::2] for word in words[2:program])
     return options, words[program + 1 :]
 
 
@@ -113,6 +114,17 @@ def test_several_nodes_without_slurm() -> None:
     assert options == {
         "nproc_per_node": "8", "nnodes": "2", "node_rank": "1", "master_addr": "node0", "master_port": "1234",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("script", EXAMPLE_SCRIPTS, ids=lambda script: script.name)
+def test_a_dry_run_prints_commands_and_does_nothing(script: Path, tmp_path: Path) -> None:
+    """Without a GPU, data or SLURM."""
+    arguments = {"start.sh": "--preset gpt2", "slurm.sh": str(EXAMPLES / "llama" / "train_llama_70b.sh")}
+    out = {name: str(tmp_path / "out") for name in ("QUICKSTART_DIR", "OUT", "WORK_DIR")}
+    finished = run(f"{script} {arguments.get(script.name, '')}", DRY_RUN="1", CUDA_VISIBLE_DEVICES="", **out)
+    assert finished.returncode == 0, finished.stderr
+    assert re.search(r"\bpython (-m megatron\.\w+|\S+\.py) ", finished.stdout)
+    assert list(tmp_path.iterdir()) == []
 
 
 # ---- what is missing
@@ -243,15 +255,35 @@ def test_a_batch_script_reaches_all_nodes(slurm: dict[str, str], launcher: str) 
     assert words[3] == tasks[launcher] and words[-2:] == ["--preset", "gpt2"]
 
 
-def test_each_node_of_a_step_starts_its_own_torchrun(slurm: dict[str, str], tmp_path: Path) -> None:
-    torchrun = tmp_path / "bin" / "torchrun"
-    torchrun.write_text(f'#!/usr/bin/env bash\necho "$*" > {tmp_path}/torchrun\n')
-    torchrun.chmod(0o755)
+def test_each_node_of_a_step_starts_its_own_launcher(slurm: dict[str, str], tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python"
+    python.write_text(
+        f'#!/usr/bin/env bash\n[[ "$1" != */launch.py ]] || {{ echo "$*" > {tmp_path}/launcher; exit; }}\n'
+        f'exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
     finished = run(f"launch/start.sh {SMALL}", **slurm)
     assert finished.returncode == 0, finished.stderr
-    assert (tmp_path / "torchrun").read_text().partition(f" {ROOT}")[0].split() == [
-        "--nproc_per_node=8", "--nnodes=2", "--node_rank=1", "--master_addr=node3", "--master_port=20123",
+    assert (tmp_path / "launcher").read_text().partition(f" {ROOT / 'pretrain_gpt.py'}")[0].split() == [
+        str(ROOT / "tools" / "launch.py"), "--nproc_per_node=8", "--nnodes=2", "--node_rank=1", "--master_addr=node3",
+        "--master_port=20123",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_what_a_rank_said_is_the_last_line_behind_sruns(slurm: dict[str, str], tmp_path: Path, launcher: str) -> None:
+    srun = tmp_path / "bin" / "srun"
+    lines = [
+        "error: 1 was not saved; training goes on",
+        "error: the disk is full",
+        "error: rank 3: no",
+        "srun: error: Exited",
+    ]
+    srun.write_text("#!/usr/bin/env bash\necho out\n" + "".join(f"echo '{line}' >&2\n" for line in lines) + "exit 74\n")
+    finished = run(f"launch/start.sh {SMALL}", LAUNCHER=launcher, **slurm)
+    assert finished.returncode == 74
+    assert finished.stderr.splitlines() == [*lines, "error: the disk is full"]
+    assert finished.stdout == "out\n"
 
 
 def test_a_job_saves_when_its_time_is_up_and_goes_back_into_the_queue(slurm: dict[str, str], tmp_path: Path) -> None:

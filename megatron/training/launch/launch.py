@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
-from megatron.core.errors import ConfigError, MegatronError, command_line
+from megatron.core.errors import ConfigError, MegatronError, command_line, tell_launcher
 
 DEFAULT_PORT = 29500
 # Long enough for a launcher to notice that rank 0 has ended and to stop the other processes.
@@ -187,8 +187,10 @@ def run_job(main: Callable[[], int | None], environ: Mapping[str, str]) -> int:
             # Read from the environment once more: the error may be that read_launch could not use it.
             rank = environ.get("RANK") or environ.get("SLURM_PROCID") or "0"
             if rank.isdecimal() and int(rank) > 0:
-                time.sleep(RANK_0_SPEAKS_FIRST_SECONDS)
                 _sign(error, rank)
+                # Before rank 0 loses this peer, and after it has had the same error.
+                tell_launcher(error, RANK_0_SPEAKS_FIRST_SECONDS / 2)
+                time.sleep(RANK_0_SPEAKS_FIRST_SECONDS)
             raise
 
     return command_line(patient_main)()
