@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 
 from tools.check_benchmark import CONTRIBUTED, SCHEMA, find_problems
+from tools.look_at_pages import find_browser, look
 from tools.write_docs import WITHOUT_PROGRAMS, list_documents, write_parts
 
 ROOT = Path(__file__).parents[3]
+TABLES = ".rst-content table"
 
 
 @pytest.mark.parametrize("page", list_documents(), ids=lambda page: str(page.relative_to(ROOT)))
@@ -33,13 +35,47 @@ def test_every_page_is_in_the_navigation_and_on_the_first_page() -> None:
     assert set(re.findall(r"\]\((\w+\.md)\)", first)) == pages - {"index.md"}
 
 
-@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs mkdocs: pip install -e .[docs]")
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    """Links and anchors among the pages included."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built without a warning: links and anchors among the pages included."""
+    if importlib.util.find_spec("mkdocs") is None:
+        pytest.skip("needs mkdocs: pip install -e .[docs]")
+    directory = tmp_path_factory.mktemp("site")
+    # Not --quiet, which also hides warnings from --strict.
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(directory)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "quickstart.html").is_file()
+    return directory
+
+
+def test_wide_tables_scroll_and_cells_break_their_lines(site: Path) -> None:
+    """On every page, whatever scripts the browser runs."""
+    for page in (ROOT / "docs").glob("*.md"):
+        assert '<link href="css/site.css" rel="stylesheet" />' in (site / f"{page.stem}.html").read_text(
+            encoding="utf-8"
+        )
+    rules = dict(
+        re.findall(r"^(\.[^{}]+?) \{(.*?)\}", (site / "css" / "site.css").read_text(), re.MULTILINE | re.DOTALL)
+    )
+    assert {"display: block", "overflow-x: auto", "max-width: 100%"} <= set(map(str.strip, rules[TABLES].split(";")))
+    assert "white-space: normal !important" in rules[f"{TABLES} td,\n{TABLES} th"], "the theme says nowrap"
+
+
+@pytest.mark.skipif(find_browser() is None, reason="needs Chromium")
+def test_nothing_is_cut_off_in_a_browser(site: Path) -> None:
+    """Of pages with wide tables; tools/look_at_pages.py looks at all. On a wide screen no table needs to scroll."""
+    seen = look(site, ["launching.html", "migration_names.html"], [1280, 390])
+    assert [page["cut"] for page in seen] == [[]] * 4
+    assert [page["scrolling"] > 0 for page in seen] == [False, True] * 2
+
+
+@pytest.mark.skipif(find_browser() is None, reason="needs Chromium")
+def test_what_is_cut_off_is_found(tmp_path: Path) -> None:
+    box = '<div style="width: 300px; overflow-x: %s"><p style="width: 900px; white-space: nowrap">%s</p></div>'
+    text = "".join(box % (overflow, f"{overflow} {'x' * 100}") for overflow in ("auto", "hidden", "visible"))
+    (tmp_path / "page.html").write_text(f'<!doctype html><body class="rst-content">{text}</body>')
+    (seen,) = look(tmp_path, ["page.html"], [390])
+    assert [cut.split()[0] for cut in seen["cut"]] == ["hidden", "visible"]
 
 
 def test_the_page_on_the_environment_has_the_variables_that_the_code_reads_and_sets() -> None:
