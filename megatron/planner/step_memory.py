@@ -159,11 +159,11 @@ def _count_state_bytes(
 def list_kept(model: TransformerConfig, workload: Workload, layer: LayerPlan) -> list[list[Kept]]:
     """List what each branch of a layer keeps of one microbatch on this process when nothing is recomputed or
     offloaded."""
-    tokens = count_tokens(model, workload)
+    tokens = _count_tokens(model, workload)
     return [list(find_kind(branch.kind).kept(model, branch, tokens)) for branch in layer.branches]
 
 
-def count_tokens(model: TransformerConfig, workload: Workload) -> Tokens:
+def _count_tokens(model: TransformerConfig, workload: Workload) -> Tokens:
     """Tokens of a microbatch on one process."""
     tokens = workload.seq_length / model.context_parallel_size * workload.micro_batch_size
     return Tokens(tokens, tokens / (model.tensor_model_parallel_size if model.sequence_parallel else 1))
@@ -188,7 +188,7 @@ def _describe_chunk(
     model: TransformerConfig, replicas: DistributedDataParallelConfig, workload: Workload, content: StageContent
 ) -> _Chunk:
     width = 2 if model.bf16 or model.fp16 else 4
-    tokens, ranks = count_tokens(model, workload), model.tensor_model_parallel_size
+    tokens, ranks = _count_tokens(model, workload), model.tensor_model_parallel_size
     hidden = tokens.own * model.hidden_size * width
     plans = read_plan(model).decoder[content.layers.start : content.layers.stop]
     branches = [list_kept(model, workload, layer) for layer in plans]

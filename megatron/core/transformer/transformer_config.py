@@ -46,15 +46,15 @@ class TransformerConfig(
     Engine."""
 
     def has_kind(self, kind: str) -> bool:
-        """Return True if a layer of the decoder has a branch of this kind (plan/kinds.py)."""
-        layers = read_plan(self).decoder
+        """Return True if a layer has a branch of this kind (plan/kinds.py)."""
+        plan = read_plan(self)
         # Without --num-layers, which is complained about, no rule is to be silent.
-        return not layers or any(layer.has(kind) for layer in layers)
+        return not plan.decoder or any(plan.branches(kind))
 
     @property
     def has_windows(self) -> bool:
-        """True where a layer of the decoder has a sliding window."""
-        return any(layer.options.window is not None for layer in read_plan(self).decoder)
+        """True where a layer has a sliding window."""
+        return any(branch.options.window is not None for branch in read_plan(self).branches())
 
     @property
     def embedding_scale(self) -> float:

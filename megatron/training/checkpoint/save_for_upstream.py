@@ -116,8 +116,9 @@ def save_upstream_dist(run: Run) -> Path:
         main = {f"{MAIN_PARAM_PREFIX}{name}": tensor for name, tensor in model.items() if name in _list_trained(run)}
         state = {key: dataclasses.replace(tensor, key=key) for key, tensor in main.items()} | state
     plan = read_plan(run.config.model)
-    # Layers that differ are no stack; a list says of each layer what it is, also where it says the same of all.
-    is_stacked = run.config.model.moe_layer_freq in (None, 1) and len({layer.kinds for layer in plan.decoder}) == 1
+    # Layers that differ are no stack, nor are letters; a list says of each layer what it is, also of equal ones.
+    is_list = run.config.model.moe_layer_freq not in (None, 1) or run.config.model.hybrid_layer_pattern is not None
+    is_stacked = not is_list and len({layer.kinds for layer in plan.decoder}) == 1
     naming = UpstreamNaming(plan, is_stacked, run.config.joins_norms, run.config.model.gated_linear_unit)
     tensors = stack_tensors(model | state, naming)
     for rank in ranks:

@@ -30,7 +30,7 @@ from megatron.training.run import Hook, HookContext, Phase, Run, StepResult
 
 _TIMER_NAMES = {"F": "forward-compute", "B": "backward-compute", "W": "weight-grad-compute"}
 # Names of submodules that every GPT layer has: enough to read a profile, few enough not to slow the forward down.
-_PARTS = ("input_layernorm", "self_attention", "pre_mlp_layernorm", "mlp", "word_embeddings", "output_layer")
+_PARTS = ("input_layernorm", "self_attention", "mixer", "pre_mlp_layernorm", "mlp", "word_embeddings", "output_layer")
 
 
 class TimingHook(Hook):
