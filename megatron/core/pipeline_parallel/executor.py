@@ -15,7 +15,7 @@ import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -457,7 +457,7 @@ class _StageStep:
             assert hidden_states.grad is not None, f"stage {stage} does not use the hidden states it is given"
             self._give("B", action, hidden_states.grad, stage - 1)
 
-    def _deferring(self, *key: int) -> AbstractContextManager[None]:
+    def _deferring(self, *key: int) -> ExitStack[bool | None]:
         """While open, linear layers leave their weight gradients for the action W of this microbatch and chunk."""
         stack = ExitStack()
         if key in self.deferred and self.queue is not None:
