@@ -15,7 +15,7 @@ import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ from megatron.core.pipeline_parallel.side_by_side import SideBySide
 from megatron.core.pipeline_parallel.weight_grad_queue import (
     WeightGradQueue,
     attach_queue,
+    collect_in,
     list_delayable,
     list_output_weights,
 )
@@ -87,15 +88,13 @@ class Executor:
         self._clock: ActionClock | None = None
         # Virtual stages, not processes: one process with two chunks already passes hidden states on.
         self._has_whole_model = self.stages.count == 1
-        self._queue: WeightGradQueue | None = None
-        self._head_queue: WeightGradQueue | None = None
-        """Of the output layer, where its weight gradients wait longer than those of layers."""
-        if self.pipeline.defers_weight_gradients:
-            self._queue = WeightGradQueue()
+        self._queue = WeightGradQueue() if self.pipeline.defers_weight_gradients else None
+        # Of the output layer, where its weight gradients wait longer than those of layers.
+        self._head_queue = WeightGradQueue() if self.pipeline.defers_head(pg_collection.pp.rank()) else None
+        if self._queue is not None:
             for chunk in self.chunks:
                 attach_queue(self._list_deferrable(chunk), self._queue)
-        if self.pipeline.defers_head(pg_collection.pp.rank()):
-            self._head_queue = WeightGradQueue()
+        if self._head_queue is not None:
             attach_queue(list_output_weights(self.chunks[-1]), self._head_queue)
         self._auxiliary_losses = find_auxiliary_loss_scales(self.chunks)
         has_gaps = self.pipeline.side_by_side or self.pipeline.delays_weights
@@ -409,14 +408,13 @@ class _StageStep:
 
     def _compute(self, action: Action) -> None:
         key = (action.microbatch, action.chunk)
+        queue = self.queue if action.is_beside or self.head_queue is None else self.head_queue
         if action.kind == "F":
             self._run_forward(action)
         elif action.kind == "B" and key in self.waiting:
             self._run_backward(action)
-        elif action.kind == "W" and self.queue is not None and (action.is_beside or self.head_queue is None):
-            self.queue.run(key)
-        elif action.kind == "W" and self.head_queue is not None:
-            self.head_queue.run(key)
+        elif action.kind == "W" and queue is not None:
+            queue.run(key)
         else:
             raise ValueError(f"{action} cannot run: its forward has not run, or weight gradients are not deferred")
 
@@ -457,14 +455,10 @@ class _StageStep:
             assert hidden_states.grad is not None, f"stage {stage} does not use the hidden states it is given"
             self._give("B", action, hidden_states.grad, stage - 1)
 
-    def _deferring(self, *key: int) -> ExitStack[bool | None]:
+    def _deferring(self, *key: int) -> AbstractContextManager[object]:
         """While open, linear layers leave their weight gradients for the action W of this microbatch and chunk."""
-        stack = ExitStack()
-        if key in self.deferred and self.queue is not None:
-            stack.enter_context(self.queue.collect(key))
-        if key in self.deferred and self.head_queue is not None and key[1] == len(self.chunks) - 1:
-            stack.enter_context(self.head_queue.collect(key))
-        return stack
+        has_head = key[1] == len(self.chunks) - 1
+        return collect_in([self.queue, self.head_queue if has_head else None] if key in self.deferred else [], key)
 
     def _await_input(self, action: Action) -> None:
         """Wait for what other ranks send for an action, where it needs anything."""

@@ -76,6 +76,15 @@ class WeightGradQueue:
             compute()
 
 
+def collect_in(queues: Iterable[WeightGradQueue | None], key: Hashable) -> contextlib.ExitStack[bool | None]:
+    """Open several queues for one backward pass; each takes the work of the weights that it is attached to."""
+    stack = contextlib.ExitStack()
+    for queue in queues:
+        if queue is not None:
+            stack.enter_context(queue.collect(key))
+    return stack
+
+
 def attach_queue(parameters: Iterable[Any], queue: WeightGradQueue) -> None:
     """Attach the queue to these parameters, where the products of their layers find it."""
     for parameter in parameters:
