@@ -179,7 +179,7 @@ def losses_of(log: str) -> list[float]:
 
 def test_two_sites_train_the_same_run(tmp_path: Path) -> None:
     printed = script("two_sites.sh", tmp_path, LAPTOP="1", DRY_RUN="1")
-    second, first = printed.stdout.splitlines()
+    first, second = sorted(printed.stdout.splitlines())
     assert second.replace("--node_rank=1", "--node_rank=0") == first
     words = first.split()
     assert {"--nproc_per_node=2", "--nnodes=2"} < set(words), printed.stderr
