@@ -31,6 +31,7 @@ from megatron.core.collectives import all_reduce
 from megatron.core.device import is_cpu
 from megatron.core.kernels import launching
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.wide_numbers import at_least_float32
 
 BLOCK_ELEMENTS, GPU_BLOCK_ELEMENTS = 2**22, 2**28
 """Logits that the fused way converts to float32 at a time: 16 MiB, which caches hold, and 1 GiB on a GPU, where to
@@ -127,10 +128,10 @@ class _FusedCrossEntropy(torch.autograd.Function):
         is_local = (local_target >= 0) & (local_target < rows.shape[-1])
         local_target = local_target.clamp(0, rows.shape[-1] - 1)
 
-        target_logit = rows.gather(-1, local_target).float().masked_fill_(~is_local, 0.0)  # [tokens, 1]
+        target_logit = at_least_float32(rows.gather(-1, local_target)).masked_fill_(~is_local, 0.0)  # [tokens, 1]
         log_sum = torch.empty_like(target_logit)
         for block in _blocks(rows):
-            torch.logsumexp(rows[block].float(), -1, keepdim=True, out=log_sum[block])
+            torch.logsumexp(at_least_float32(rows[block]), -1, keepdim=True, out=log_sum[block])
         if group.size() > 1:
             # log(sum of exp over all ranks) = max + log(sum over ranks of exp(own - max)).
             largest = log_sum.clone()
@@ -149,7 +150,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         rows = logits.detach().view(-1, logits.shape[-1])
         grad = grad_loss.reshape(-1, 1)  # [s, b] -> [tokens, 1]
         for block in _blocks(rows):
-            gradient = rows[block].float().sub_(log_sum[block]).exp_()  # softmax
+            gradient = at_least_float32(rows[block]).sub_(log_sum[block]).exp_()  # softmax
             gradient.scatter_add_(-1, local_target[block], -is_local[block].to(gradient.dtype))
             rows[block].copy_(gradient.mul_(grad[block]))
         return rows.view(logits.shape), None, None

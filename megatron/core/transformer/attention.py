@@ -58,6 +58,7 @@ from megatron.core.transformer.rotary import (
 )
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.wide_numbers import at_least_float32
 
 
 @dataclass
@@ -226,7 +227,7 @@ class Attention(MegatronModule):
 def apply_gate(context: Tensor, gate: Tensor) -> Tensor:
     """context * sigmoid(gate), both [s, b, n * dv]."""
     # In float32, as all softmaxes and norms are, and rounded once.
-    return context * torch.sigmoid(gate.float()).to(context.dtype)
+    return context * torch.sigmoid(at_least_float32(gate)).to(context.dtype)
 
 
 class SelfAttention(Attention):

@@ -38,6 +38,7 @@ from megatron.core.tensor_parallel.parameters import declare_parameter, ones, pa
 from megatron.core.transformer.compiled_regions import Compile, is_compiled
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.wide_numbers import at_least_float32, is_wide
 
 _WIDEST = 8192
 """Channels that a kernel of ours normalises: all of a token's lie in the registers of one program."""
@@ -196,7 +197,7 @@ class AllHeadsRMSNorm(MegatronModule):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise all heads of a token together: [s, b, n, d] -> [s, b, n, d], with the n heads of this rank."""
         # A rank has a part of each token's channels, so the mean of their squares is a sum over the ranks.
-        flat = x.flatten(-2).float()  # [s, b, n * d]
+        flat = at_least_float32(x.flatten(-2))  # [s, b, n * d]
         total = reduce_from_tensor_model_parallel_region(flat.square().sum(-1, keepdim=True), self.tp_group)
         # What each rank does with the total differs, so its gradient is summed as well.
         mean = copy_to_tensor_model_parallel_region(total, self.tp_group) / self.width
@@ -246,7 +247,7 @@ def _scale(weight: Tensor, zero_centered: bool) -> Tensor:
 def normalise_length(x: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) over the last dimension: [..., d] -> [..., d] in x's number format, computed in
     float32."""
-    wide = x.float()
+    wide = at_least_float32(x)
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
@@ -325,7 +326,7 @@ class _KernelNorm(torch.autograd.Function):
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension; x [..., h], weight [h]. Computes in float32, returns x's format."""
     # Elsewhere torch has a kernel of its own, which also computes statistics in float32.
-    if is_cpu(x) and x.dtype == torch.float32:
+    if is_cpu(x) and is_wide(x):
         result: Tensor = _FusedRMSNorm.apply(x, weight, eps)
         return result
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
@@ -334,7 +335,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm from elementary operations: x [..., h], weight [h] -> [..., h] in x's format."""
     # Squares of 16-bit numbers overflow and lose digits: statistics are in float32, the scale in x's format.
-    wide = x.float()
+    wide = at_least_float32(x)
     normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return normalised.to(x.dtype) * weight
 
@@ -346,7 +347,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """LayerNorm from elementary operations: x [..., h], weight and bias [h] -> [..., h] in x's format."""
-    wide = x.float()
+    wide = at_least_float32(x)
     centred = wide - wide.mean(-1, keepdim=True)
     normalised = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
     return normalised.to(x.dtype) * weight + bias

@@ -27,6 +27,7 @@ from megatron.core.distributed.sharded_params import ShardedParamBuffer
 from megatron.core.placement import Placement, get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import find_global_name
+from megatron.core.wide_numbers import at_least_float32
 from megatron.training.config.container import RunConfig
 from megatron.training.config.gpu_needs import replace_gpu_settings
 from megatron.training.hooks.activations import Point, PointRecord, join_points, record_activations
@@ -168,10 +169,10 @@ def _gather_grads(run: Run) -> list[Tensor]:
         views: dict[str, Tensor] = {}
         for buffer in chunk.flat_buffers:
             if isinstance(buffer, ShardedParamBuffer):
-                views |= buffer.gather_whole([param.main_grad.float() for param in buffer.params])  # type: ignore[attr-defined]
+                views |= buffer.gather_whole([at_least_float32(param.main_grad) for param in buffer.params])  # type: ignore[attr-defined]
                 continue
             assert isinstance(buffer, ParamAndGradBuffer), f"{type(buffer).__name__} cannot be put together"
-            values = buffer.grad_data.detach().float().clone()
+            values = at_least_float32(buffer.grad_data.detach()).clone()
             # After a reduce-scatter only the owned ranges are complete; the rest holds partial sums, which are set to
             # zero before slices are added up.
             if sum(stop - start for start, stop in buffer.owned) < values.numel():

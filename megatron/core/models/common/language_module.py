@@ -21,6 +21,7 @@ from megatron.core.transformer.execution.fp8_layers import multiply_in_fp8
 from megatron.core.transformer.initialisers import embedding_initialiser, output_layer_initialiser
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.wide_numbers import at_least_float32
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 
@@ -105,5 +106,5 @@ class LanguageModule(MegatronModule):
             loss = fused_vocab_parallel_cross_entropy(logits, labels.t(), tp_group=group)  # [s, b]
         else:
             # A float32 copy of 16-bit logits, which the loss then overwrites with their gradient.
-            loss = vocab_parallel_cross_entropy(logits.float(), labels.t(), tp_group=group)  # [s, b]
+            loss = vocab_parallel_cross_entropy(at_least_float32(logits), labels.t(), tp_group=group)  # [s, b]
         return loss.t().contiguous()  # [s, b] -> [b, s]

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.device import is_cpu
+from megatron.core.wide_numbers import at_least_float32, is_wide
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 """Gradients of queries, keys and values, shaped as these."""
@@ -119,7 +120,7 @@ class PlainKernel:
         slope = None if self.softcap is None else 1 - (scores / self.softcap).square()
         p = (self._masked(scores, rule) - _finite(log_sum).unsqueeze(-1)).exp_()
         # The softmax runs over all blocks, and so does this row sum; O and its gradient give it without the others.
-        row_sum = (grad.float() * out.float()).sum(-1, keepdim=True)
+        row_sum = (at_least_float32(grad) * at_least_float32(out)).sum(-1, keepdim=True)
         # Grouped heads fold into the rows of one product, so that keys and values are never repeated in memory.
         grad_p = _by_head(multiply_in_float32(_by_group(grad, k), v.transpose(-1, -2)), q)
         # dV needs P with its dropout; the gradient of the softmax below needs P without it.
@@ -137,7 +138,7 @@ class PlainKernel:
 
     def _scores(self, q: Tensor, k: Tensor) -> Tensor:
         """Scores scale * Q K^T, bounded where there is a softcap: [b, n, s, t] float32."""
-        if q.dtype == torch.float32:
+        if is_wide(q):
             scores = torch.matmul(_by_group(q, k) * self.scale, k.transpose(-1, -2))
         else:  # scaled queries would be rounded to 16 bits once more
             scores = multiply_in_float32(_by_group(q, k), k.transpose(-1, -2)).mul_(self.scale)
@@ -228,8 +229,8 @@ def multiply_in_float32(a: Tensor, b: Tensor) -> Tensor:
     A product of bfloat16 numbers that is rounded to their format has an error of 0.4 % of itself; as a score it stands
     in an exponent.
     """
-    if a.dtype == torch.float32 or is_cpu(a) or "dtype" not in torch.ops.aten.bmm.overloads():
-        return torch.matmul(a.float(), b.float())
+    if is_wide(a) or is_cpu(a) or "dtype" not in torch.ops.aten.bmm.overloads():
+        return torch.matmul(at_least_float32(a), at_least_float32(b))
     # The GPU's 16-bit products are summed in float32 anyway: only their result has to stay as it is.
     product = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)
     return product.unflatten(0, a.shape[:2])
@@ -245,12 +246,12 @@ def add_sinks(out: Tensor, log_sum: Tensor, sinks: Tensor) -> tuple[Tensor, Tens
     """Add to attention over all keys, O [b, n, s, d] and L [b, n, s], a further key of score sinks [n] and without
     value; O is returned in float32."""
     total = torch.logaddexp(log_sum, sinks.view(-1, 1))
-    return out.float() * (log_sum - total).exp().unsqueeze(-1), total
+    return at_least_float32(out) * (log_sum - total).exp().unsqueeze(-1), total
 
 
 def compute_sinks_grad(grad: Tensor, out: Tensor, log_sum: Tensor, sinks: Tensor) -> Tensor:
     """Gradient [n] of the sinks' scores; grad, O [b, n, s, d], L [b, n, s] with the sinks: -sum P_sink rowsum(dO O)."""
-    row_sum = (grad.float() * out.float()).sum(-1)
+    row_sum = (at_least_float32(grad) * at_least_float32(out)).sum(-1)
     return -((sinks.view(-1, 1) - log_sum).exp() * row_sum).sum((0, 2))
 
 

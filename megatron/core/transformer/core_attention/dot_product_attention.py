@@ -30,6 +30,7 @@ from megatron.core.transformer.core_attention.select import build_core_attention
 from megatron.core.transformer.initialisers import sink_initialiser
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.wide_numbers import at_least_float32, wide_dtype
 
 
 class DotProductAttention(MegatronModule):
@@ -168,8 +169,8 @@ class DotProductAttention(MegatronModule):
         """The score of each head's further key, float32 [n]; None without one."""
         if self.config.softmax_type == "off-by-one":
             # exp(0) = 1: the softmax's sum grows by one, which is what "off by one" means.
-            return query.new_zeros(self.num_heads_per_rank, dtype=torch.float32)
-        return None if self.softmax_offset is None else self.softmax_offset.float()
+            return query.new_zeros(self.num_heads_per_rank, dtype=wide_dtype(query))
+        return None if self.softmax_offset is None else at_least_float32(self.softmax_offset)
 
     def extra_repr(self) -> str:
         """Return the name of the implementation, for print(model)."""

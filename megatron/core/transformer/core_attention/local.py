@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.transformer.core_attention.interface import AttentionBackend, AttentionInputs, AttentionOptions
+from megatron.core.wide_numbers import at_least_float32
 
 MASKED_SCORE = -10000.0
 """Stands for minus infinity: its exponential is zero, and a row without any visible position stays finite."""
@@ -67,7 +68,7 @@ class LocalAttention(AttentionBackend):
     def _scores(self, q: Tensor, k: Tensor) -> Tensor:
         """score_scale * Q K^T, [b, n, s, d] x [b, n, t, d] -> [b, n, s, t], scaled before it is rounded."""
         if self.has_float32_scores:
-            q, k = q.float(), k.float()
+            q, k = at_least_float32(q), at_least_float32(k)
         batch = q.shape[:2]
         q, k = q.flatten(0, 1), k.flatten(0, 1)  # [b, n, s, d] -> [b * n, s, d]
         # Scaled inside the product: scores scaled afterwards could exceed float16 before they are.
@@ -88,7 +89,7 @@ def scaled_masked_softmax_reference(
 
     softcap: bound on the scaled scores, by tanh. sinks: [heads], score of a further key whose probability is left out.
     """
-    wide = scores.float() if softmax_in_fp32 else scores
+    wide = at_least_float32(scores) if softmax_in_fp32 else scores
     if scale != 1.0:
         wide = wide * scale
     if softcap is not None:

@@ -51,6 +51,7 @@ from megatron.core.transformer.core_attention.interface import (
     Visible,
 )
 from megatron.core.transformer.core_attention.sdpa import SDPAttention
+from megatron.core.wide_numbers import is_wide, wide_dtype
 
 _CPU_BLOCK = 64
 """Queries in a block of CPUAttention: short enough to leave out most of the masked half, long enough for efficient
@@ -88,7 +89,7 @@ def _fits(query: Tensor, key: Tensor) -> bool:
     return (
         query.shape == key.shape  # no cache of earlier tokens, one key-value head per query head
         and is_cpu(query)
-        and query.dtype == torch.float32
+        and is_wide(query)
         and _probabilities_bytes(sequence, batch * heads) <= _MOST_BYTES_PER_LAYER
     )
 
@@ -200,7 +201,7 @@ class _QueryBlocks(torch.autograd.Function):
         q, k, v = (_heads_first(x) for x in (query, key, value))
         # Written block by block where the output projection reads it; the kernels see it as [b, n, s, dv].
         output = query.new_empty((*query.shape[:3], value.shape[3]))  # [s, b, n, dv]
-        out, log_sum = _heads_first(output), query.new_empty(q.shape[:-1], dtype=torch.float32)
+        out, log_sum = _heads_first(output), query.new_empty(q.shape[:-1], dtype=wide_dtype(q))
         for rows, seen, rule in call.blocks(q.shape[2], k.shape[2], q.device):
             part, logs = call.kernel.forward(q[:, :, rows], k[:, :, seen], v[:, :, seen], rule)
             if sinks is not None:
@@ -217,7 +218,7 @@ class _QueryBlocks(torch.autograd.Function):
         q, k, v, out, grad = (_heads_first(x) for x in (query, key, value, output, grad_output))
         grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
         # Several blocks add to one key: in float32, whatever the format of the keys.
-        grad_key, grad_value = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (key, value))
+        grad_key, grad_value = (torch.zeros(x.shape, dtype=wide_dtype(x), device=x.device) for x in (key, value))
         grad_q, grad_k, grad_v = (_heads_first(x) for x in (grad_query, grad_key, grad_value))
         for rows, seen, rule in call.blocks(q.shape[2], k.shape[2], q.device):
             inputs, merged = (q[:, :, rows], k[:, :, seen], v[:, :, seen]), (out[:, :, rows], log_sum[:, :, rows])

@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron.core.wide_numbers import at_least_float32
+
 
 def mark_choices(affinities: Tensor, k: int) -> Tensor:
     """One where an expert is among a token's k best by affinity, [T, E] float32: without bias, groups or capacity,
@@ -38,4 +40,4 @@ def compute_balance_loss(affinities: Tensor, tokens_per_expert: Tensor, tokens: 
 
 def compute_z_loss(logits: Tensor, tokens: int) -> Tensor:
     """This process's share of the loss, a scalar; tokens: of the microbatch over all processes."""
-    return logits.float().logsumexp(dim=-1).square().sum() / tokens
+    return at_least_float32(logits).logsumexp(dim=-1).square().sum() / tokens

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.transformer.config_fields.moe import MoEFields
+from megatron.core.wide_numbers import at_least_float32
 
 _SINKHORN_TOLERANCE = 1e-4
 _SINKHORN_ROUNDS = 100
@@ -40,7 +41,7 @@ class Routing(NamedTuple):
 
 def score_experts(logits: Tensor, score_function: str) -> Tensor:
     """Scores of all experts for each token: logits [T, E] -> [T, E], float32, or float64 where the logits are."""
-    wide = logits if logits.dtype == torch.float64 else logits.float()
+    wide = at_least_float32(logits)
     if score_function == "softmax":
         return wide.softmax(dim=-1)
     return wide.sigmoid() if score_function == "sigmoid" else F.softplus(wide).sqrt()
@@ -77,7 +78,7 @@ def choose_experts(
     groups = (config.moe_router_num_groups, config.moe_router_group_topk, config.moe_router_group_score)
     # Softmax keeps the order, so the choice can be made by the logits themselves.
     if function == "softmax" and not config.moe_router_pre_softmax:
-        wide = logits if logits.dtype == torch.float64 else logits.float()
+        wide = at_least_float32(logits)
         scores = wide
         biased = wide if expert_bias is None else wide + expert_bias
         experts = choose_best(biased, k, *groups) if given is None else given
@@ -95,7 +96,7 @@ def choose_experts(
 def score_choice(logits: Tensor, config: MoEFields) -> Tensor:
     """What the choice goes by, before a bias: logits [T, E] -> [T, E], as `choose_experts` compares them."""
     if config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax:
-        return logits if logits.dtype == torch.float64 else logits.float()
+        return at_least_float32(logits)
     return score_experts(logits, config.moe_router_score_function)
 
 
@@ -147,7 +148,7 @@ def choose_best(
 
 def weigh_experts(logits: Tensor, experts: Tensor, config: MoEFields) -> Routing:
     """Weigh the given experts [T, k] by their own logits: sigmoid of a single one, else softmax over all E."""
-    wide = logits.float()
+    wide = at_least_float32(logits)
     scores = wide.sigmoid() if config.moe_router_topk == 1 else wide.softmax(dim=-1)
     return Routing(experts, weigh_chosen(scores, experts, "as they are", config.moe_router_topk_scaling_factor))
 
