@@ -94,7 +94,7 @@ def check_slopes(config: RunConfig, recipe: Recipe) -> SlopeReport:
     """Compare every tensor's gradient of a step of one process with slopes of its loss; `config` after
     widen_settings."""
     first = FirstGradients()
-    with open_local_run(config, dataclasses.replace(recipe, build_optimizer=_build_plain_optimizer), 0, [first]) as run:
+    with open_local_run(config, dataclasses.replace(recipe, build_optimizer=build_plain_optimizer), 0, [first]) as run:
         batches = list(itertools.islice(run.data.open("train", 0), run.num_microbatches))
         function, placed = LossFunction(run, batches), list_placed_parameters(run)
         state = [tensor for _, tensor in [*placed, *list_untrained(run)]]
@@ -110,7 +110,7 @@ def check_slopes(config: RunConfig, recipe: Recipe) -> SlopeReport:
         return report
 
 
-def _build_plain_optimizer(
+def build_plain_optimizer(
     config: RunConfig, model: Sequence[Any], groups: ProcessGroupCollection
 ) -> MegatronOptimizer:
     """One that has no state, and takes any number format."""

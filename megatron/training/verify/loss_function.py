@@ -62,6 +62,8 @@ class LossFunction:
         self.rewind()
         for scale in find_auxiliary_loss_scales(chunk.module for chunk in self.run.model):
             scale.begin_step(1.0)  # what some losses count over the microbatches of a step begins anew
+        # What a step before this has summed up for the log is not of this evaluation.
+        list(self._list_further(0, per_token=False))
         logs = [RouteLog() for _ in self.routers]
         for router, log in zip(self.routers, logs, strict=True):
             router.route_log = log
