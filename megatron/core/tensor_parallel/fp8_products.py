@@ -15,7 +15,8 @@ to the order of sums. Results have the number format of the operands that came i
 With delayed scaling, amax of each operand is the greatest of the whole step: of all microbatches, and of all processes
 of the pipeline stage (`tp_dp_cp`, Transformer Engine's group, which the ranks of experts are a part of). Scales are
 thus the same in every layout. Transformer Engine, which changes them with every microbatch, begins with the scale 1;
-here an operand without a history is scaled by its own amax. The other recipes look at what a process multiplies, alone.
+here an operand without a history is scaled by its own amax, which in the first step is that of the whole matrix. The
+other recipes look at what a process multiplies, alone.
 """
 
 from __future__ import annotations
@@ -171,9 +172,11 @@ class FP8Matmul(Product, HasScales):
         accumulates: bool = True,
         out_dtype: torch.dtype | None = None,
         keeps_rounded_input: bool = True,
+        sharers: tuple[Group, Group] | None = None,
     ) -> None:
         """exact: the same product in the number format of its operands; torch's when None. keeps_rounded_input: until
-        backward in 8 bits, where the weight gradient reads it in 8 bits."""
+        backward in 8 bits, where the weight gradient reads it in 8 bits. sharers: processes that have parts of one
+        matrix of tokens, and of one weight."""
         HasScales.__init__(self)
         self.recipe, self.accumulates, self.out_dtype = recipe, accumulates, out_dtype
         self.has_smaller_form = keeps_rounded_input and recipe.rounds_weight_grad
@@ -189,6 +192,8 @@ class FP8Matmul(Product, HasScales):
             self.register_buffer("amax_history", torch.zeros(len(OPERANDS), recipe.history_length, device=device))
             self.register_buffer("amax", torch.zeros(len(OPERANDS), device=device))
             self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=device))
+        # In the first step of this process, operands without a history have the scales of whole matrices.
+        self._sharers = sharers
         # The greatest values of the step under way.
         self._noted: list[Tensor | None] = [None] * len(OPERANDS)
         self._statistics: list[Tensor | None] = [None] * len(OPERANDS)
@@ -323,6 +328,8 @@ class FP8Matmul(Product, HasScales):
         if self.training:  # a validation between two steps must leave no trace in them
             noted = self._noted[operand]
             self._noted[operand] = own if noted is None else torch.maximum(noted, own)
+        if self._sharers is not None:
+            all_reduce(own := own.clone(), self._sharers[operand == WEIGHT], op="max")
         earlier = self.amax[operand] * self.recipe.replicas if operand == GRAD else self.amax[operand]
         # No step has ended yet, or none had values of this operand.
         return torch.where(earlier > 0, earlier, own)
@@ -376,9 +383,12 @@ class FP8Matmul(Product, HasScales):
         self._statistics[operand] = counted if before is None else add_statistics(before, counted)
 
     def take_statistics(self, device: torch.device) -> Tensor:
-        """[3, 6] float64, STATISTICS of OPERANDS of this process since the last call."""
+        """[3, 6] float64, STATISTICS of OPERANDS of this process since the last call; of gradients as they would be in
+        one process."""
         empty = torch.zeros(len(STATISTICS), dtype=torch.float64, device=device)
         taken = torch.stack([empty if found is None else found for found in self._statistics])
+        taken[GRAD, :1] /= self.recipe.replicas
+        taken[GRAD, 1:3] /= self.recipe.replicas**2
         self._statistics = [None] * len(OPERANDS)
         return taken
 
@@ -398,7 +408,7 @@ class FP8Matmul(Product, HasScales):
 
         amax: with delayed scaling, those of the step, [3].
         """
-        self._weight = self._grad = None
+        self._weight = self._grad = self._sharers = None
         if amax is None:
             return
         # A step that overflowed says nothing about the next one.

@@ -76,6 +76,8 @@ def multiply_in_fp8(
     by its name in the module, keeps its input in 8 bits."""
     # With a loss per token gradients are sums, which nobody divides before the end of the step.
     recipe = read_fp8_recipe(config, replicas=1 if config.calculate_per_token_loss else groups.dp_cp.size())
+    # Replicas have other tokens; with hybrid context parallelism each microbatch has ranks of its own.
+    of_tokens = groups.tp if config.hybrid_context_parallel else groups.tp_cp
     exchanged: dict[str, FP8Matmul] = {}
     for name, part in list(module.named_modules()):
         # Asked of the dictionary: embeddings and norms have no product, or another kind.
@@ -90,6 +92,7 @@ def multiply_in_fp8(
                 accumulates=plain.accumulates,
                 out_dtype=plain.out_dtype,
                 keeps_rounded_input=keeps_rounded_input(name),
+                sharers=(of_tokens, groups.tp_dp_cp if kind is FP8Experts else groups.tp),
             )
             exchanged[name] = part.product
     return FP8Products(exchanged)
