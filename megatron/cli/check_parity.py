@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is a configuration the same run under several layouts? Tries it on this machine's CPU.
+"""Is a configuration the same run under several layouts? And are its gradients the derivatives of its loss? Tries it
+on this machine's CPU.
 
     python tools/check_parity.py FLAGS... --layouts tp2 "tp2,sp,pp2" "dp2,dist-opt"
+    python tools/check_parity.py FLAGS... --gradients
 
 FLAGS are those of pretrain_gpt.py, for one process; give a small model, a short sequence and a small batch. Every
 layout trains a few iterations (--iterations N, 3) in processes of its own and is compared with one process:
 activations, losses, the first iteration's gradients, updated weights and buffers. Exit code 0 when all agree, 1 when
 one differs; where one cannot run, the code of its error. --all shows every difference instead of the first few.
+
+--gradients takes the command line of a cluster as it is, shrinks it to one process (as tools/shrink.py does) and
+compares the gradient of every tensor with differences of the loss in float64, and with that of the run's own number
+format. Exit code 1 where a tensor differs, with its name.
 
 A layout is a list of tpN ppN cpN dpN vppN epN etpN sp dist-opt overlap overlap-all fsdp2, or any flag as
 --name or --name=value.
@@ -14,6 +20,7 @@ A layout is a list of tpN ppN cpN dpN vppN epN etpN sp dist-opt overlap overlap-
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.core.errors import ConfigError, MegatronError, command_line, report_error
 from megatron.training.flags.read import examine, read_run_config
+from megatron.training.flags.shrink import shrink
 from megatron.training.verify.parity_layouts import (
     SIZE_FLAGS,
     Layout,
@@ -30,10 +38,11 @@ from megatron.training.verify.parity_layouts import (
 )
 
 if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.training.verify.comparison import Finding
     from megatron.training.verify.parity import RankTrace, Trace
 
-_USAGE = "give the flags of pretrain_gpt.py, then --layouts and one or more layouts such as tp2 tp2,sp,pp2"
+_USAGE = "give the flags of pretrain_gpt.py, then --gradients, or --layouts and one or more such as tp2 tp2,sp,pp2"
 
 
 @dataclass
@@ -45,6 +54,7 @@ class Arguments:
     layouts: list[Layout]
     iterations: int = 3
     show_all: bool = False
+    gradients: bool = False
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
@@ -64,10 +74,12 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
             found.iterations = int(text)
         elif token == "--all":
             found.show_all = True
+        elif token == "--gradients":
+            found.gradients = True
         else:
             found.flags.append(token)
-    if not found.layouts:
-        raise ConfigError(f"--layouts is missing; {_USAGE}")
+    if not found.layouts and not found.gradients:
+        raise ConfigError(f"--layouts and --gradients are missing; {_USAGE}")
     return found
 
 
@@ -85,8 +97,8 @@ def train_share(rank: int, argv: Sequence[str], world_size: int, iterations: int
 class Comparison:
     """One configuration; layouts are run when asked for."""
 
-    def __init__(self, arguments: Arguments, padding: Mapping[str, int], bf16: bool) -> None:
-        self.arguments, self.padding, self.bf16 = arguments, padding, bf16
+    def __init__(self, arguments: Arguments, padding: Mapping[str, int], model: TransformerConfig) -> None:
+        self.arguments, self.padding, self.model = arguments, padding, model
         self.reference = self.trace(parse_layout("1"))
         self.errors: list[MegatronError] = []
         """Of layouts that could not run."""
@@ -131,9 +143,9 @@ class Comparison:
         return is_same
 
     def _find_differences(self, found: Trace) -> list[Finding]:
-        from megatron.training.verify.comparison import TOLERANCES_IN_16_BITS, Tolerances, find_differences
+        from megatron.training.verify.comparison import choose_tolerances, find_differences
 
-        return find_differences(self.reference, found, TOLERANCES_IN_16_BITS if self.bf16 else Tolerances())
+        return find_differences(self.reference, found, choose_tolerances(self.model))
 
     def _print_smallest_part(self, layout: Layout, still: Callable[[Layout], bool]) -> None:
         if len(layout.terms) < 2:
@@ -173,21 +185,39 @@ _SETTINGS = "--hidden-dropout 0 --attention-dropout 0 --adam-eps 1e-5 --eval-ite
 
 @command_line
 def main() -> int:
-    """Run all layouts; 1 when one of them differs."""
+    """Check gradients, run all layouts; 1 when one of them differs."""
     arguments = parse_arguments(sys.argv[1:])
+    code = _check_gradients(arguments) if arguments.gradients else 0
+    return max(code, _check_layouts(arguments)) if arguments.layouts else code
+
+
+def _check_gradients(arguments: Arguments) -> int:
+    words, _ = shrink(arguments.flags, {}, most_processes=1)
+    print("gradients of", shlex.join(words), flush=True)
+    from megatron.training.recipes.gpt import build_gpt_recipe
+    from megatron.training.verify.gradient_report import report_gradients
+
+    lines, is_sound = report_gradients(lambda: read_run_config(words, {}), build_gpt_recipe, arguments.show_all)
+    print(*lines, sep="\n", flush=True)
+    return 0 if is_sound else 1
+
+
+def _check_layouts(arguments: Arguments) -> int:
     flags, layouts = arguments.flags, arguments.layouts
     alone = parse_layout("1")
     _refuse_layout_flags(flags)
     config = read_run_config([*flags, *_SETTINGS], {})
     padding = choose_padding([alone, *layouts], config.gpt.make_vocab_size_divisible_by)
     _check_all(flags, [alone, *layouts], padding)
-    is_16_bit = config.model.bf16 or config.model.fp16
-    if is_16_bit:
+    model = config.model
+    if model.bf16 or model.fp16 or model.few_bits_recipe is not None:
         print(
-            "note: 16-bit numbers round: only what is off by more than a tenth is found; leave --bf16 out to see more"
+            "note: numbers in 16 bits and fewer round: only what is off by more than a tenth is found, with scales by "
+            "rank more than a half; leave --bf16, --fp8-format and the like out to see more"
         )
     print("note: without dropout, and with --adam-eps 1e-5, so that rounding stays rounding")
-    comparison = Comparison(arguments, padding, is_16_bit)
+    print("note: a mistake that all layouts share does not show; --gradients looks for those")
+    comparison = Comparison(arguments, padding, model)
     losses = (f"{loss['lm loss']:.6f}" for loss in comparison.reference.losses)
     print(f"one process, {arguments.iterations} iterations: losses", *losses, flush=True)
     outcomes = [comparison.check(layout) for layout in layouts]

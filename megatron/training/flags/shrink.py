@@ -44,11 +44,13 @@ _LEFT_OUT = frozenset(
 )
 
 
-def shrink(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> tuple[list[str], int]:
+def shrink(
+    argv: Sequence[str], environ: Mapping[str, str] | None = None, most_processes: int = _MOST_PROCESSES
+) -> tuple[list[str], int]:
     """Make the flags of the small run, and say how many processes it has.
 
-    environ: of it WORLD_SIZE counts. Raises ConfigError where the small run's flags have problems: the same that the
-    large one's have.
+    environ: of it WORLD_SIZE counts. most_processes: 1 or more. Raises ConfigError where the small run's flags have
+    problems: the same that the large one's have.
     """
     examination = examine(argv, environ or {})
     spelling = [problem for problem in examination.problems if problem.kind in ("spelling", "not supported", "planned")]
@@ -57,7 +59,7 @@ def shrink(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> tup
     config = examination.config
     values = {flag.dest: getattr(getattr(config, flag.config or ""), flag.dest) for flag in declared_flags()}
     given = {flag.dest for flag in declared_flags() if config.sources[flag.name] != "default"}
-    sizes = _shrink_layout(config, values)
+    sizes = _shrink_layout(config, values, most_processes)
     processes = sizes.pop("processes")
     sizes |= _shrink_model(values, given, sizes)
     sizes |= _fit_few_bits(config, values, sizes)
@@ -76,9 +78,9 @@ def shrink(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> tup
     return words, processes
 
 
-def _shrink_layout(config: RunConfig, values: Mapping[str, Any]) -> dict[str, Any]:
+def _shrink_layout(config: RunConfig, values: Mapping[str, Any], most_processes: int) -> dict[str, Any]:
     """Two ranks on each axis that has several, as long as there are processes; the later axes give way first."""
-    left = _MOST_PROCESSES
+    left = most_processes
     sizes: dict[str, Any] = {}
     for axis in ("tensor_model", "pipeline_model", "context"):
         name = f"{axis}_parallel_size"

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.placement import Placement
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.hooks.activations import DATA, Point, find_place
 from megatron.training.verify.parity import Trace
 
@@ -42,6 +43,16 @@ class Tolerances:
 
 TOLERANCES_IN_16_BITS = Tolerances(loss=1e-2, grad=0.1, weight=0.1, activation=0.1, negligible=1e-2)
 """Rounding depends on the order of every sum, and an update of Adam makes whole steps of it."""
+TOLERANCES_BY_RANK = Tolerances(loss=1e-2, grad=0.5, weight=0.5, activation=0.5, negligible=1e-2)
+"""In 8 and 4 bits with scales of what each process multiplies: a layout has other scales, and all values round anew."""
+
+
+def choose_tolerances(config: TransformerConfig) -> Tolerances:
+    """What rounding may do in the number format of the settings."""
+    if config.few_bits_recipe is None:
+        return Tolerances() if config.compute_dtype_name == "float32" else TOLERANCES_IN_16_BITS
+    # Delayed scales are those of one process, but what lies between two values falls to one side or the other.
+    return TOLERANCES_IN_16_BITS if config.few_bits_recipe == "delayed" else TOLERANCES_BY_RANK
 
 
 class Moment(enum.IntEnum):

@@ -88,16 +88,21 @@ class ProductReference:
     def find_weight_grad(self, grad: Tensor, x: Tensor, rows: Sequence[int], *, is_stack: bool) -> _Rounded:
         """dW [out, in], or of each expert."""
         if not self.settings.fp8_wgrad:
-            pairs = [(_Rounded(g.double().mT), a.double()) for g, a in zip(grad.split(rows), x.split(rows), strict=True)]
+            parts = zip(grad.double().split(rows), x.double().split(rows), strict=True)
+            pairs = [(_Rounded(g.mT), a) for g, a in parts]
         elif self._has_one_scale:
             of_grad, of_input = self._round(GRAD, grad).mean, self._round(INPUT, x).mean
             pairs = [(_Rounded(g.mT), a) for g, a in zip(of_grad.split(rows), of_input.split(rows), strict=True)]
         else:
-            parts = zip(grad.split(rows), x.split(rows), strict=True)
-            pairs = [(self._round(GRAD, _turn(g, self.recipe)), self._round(INPUT, _turn(a, self.recipe)).mean.mT)
-                     for g, a in parts]  # fmt: skip
+            turned = (
+                (_turn(g, self.recipe), _turn(a, self.recipe))
+                for g, a in zip(grad.split(rows), x.split(rows), strict=True)
+            )
+            pairs = [(self._round(GRAD, g), self._round(INPUT, a).mean.mT) for g, a in turned]
         found = [_multiply(left, right) for left, right in pairs]
-        return _join([_Rounded(*(None if t is None else t[None] for t in one)) for one in found]) if is_stack else found[0]
+        if not is_stack:
+            return found[0]
+        return _join([_Rounded(one.mean[None], None if one.variance is None else one.variance[None]) for one in found])
 
     @property
     def _has_one_scale(self) -> bool:

@@ -110,9 +110,7 @@ def check_slopes(config: RunConfig, recipe: Recipe) -> SlopeReport:
         return report
 
 
-def build_plain_optimizer(
-    config: RunConfig, model: Sequence[Any], groups: ProcessGroupCollection
-) -> MegatronOptimizer:
+def build_plain_optimizer(config: RunConfig, model: Sequence[Any], groups: ProcessGroupCollection) -> MegatronOptimizer:
     """One that has no state, and takes any number format."""
     return get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.0), model, pg_collection=groups)
 
