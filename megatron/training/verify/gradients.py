@@ -20,10 +20,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.placement import Placement
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.config.container import RunConfig
 from megatron.training.recipes.recipe import Recipe
@@ -70,7 +71,7 @@ class SlopeReport:
     """For each router the experts [T, k] of each microbatch."""
     tensors: int = 0
     errors: list[SlopeError] = field(default_factory=list)
-    """In backward order."""
+    """In the order of backward."""
     unseen: list[str] = field(default_factory=list)
     """Tensors whose slopes drown in the rounding of the loss: the gradient is zero, or nearly."""
     unjudged: list[str] = field(default_factory=list)
@@ -99,15 +100,30 @@ def check_slopes(config: RunConfig, recipe: Recipe) -> SlopeReport:
         function, placed = LossFunction(run, batches), list_placed_parameters(run)
         state = [tensor for _, tensor in [*placed, *list_untrained(run)]]
         before = [tensor.detach().clone() for tensor in state]
+        arrivals = _note_arrivals(placed)
         train_step(run, iter(batches))
         for tensor, values in zip(state, before, strict=True):
             tensor.data.copy_(values)
         base = function()
         gradients = {placement.name: grad for (placement, _), grad in zip(placed, first.grads, strict=True)}
         report = SlopeReport(base.value, gradients, base.choices)
-        for placement, param in reversed(placed):
-            _check_tensor(report, function, base, placement.name, param)
+        # What gets no gradient at all, and should have one, comes last.
+        arrivals |= {placement.name: param for placement, param in placed if placement.name not in arrivals}
+        for name, param in arrivals.items():
+            _check_tensor(report, function, base, name, param)
         return report
+
+
+def _note_arrivals(placed: Sequence[tuple[Placement, nn.Parameter]]) -> dict[str, nn.Parameter]:
+    """A dictionary that the parameters will stand in by name, in the order in which backward comes to them."""
+    arrivals: dict[str, nn.Parameter] = {}
+    for placement, parameter in placed:
+
+        def note(param: Tensor, name: str = placement.name, same: nn.Parameter = parameter) -> None:
+            arrivals.setdefault(name, same)
+
+        parameter.register_post_accumulate_grad_hook(note)
+    return arrivals
 
 
 def build_plain_optimizer(config: RunConfig, model: Sequence[Any], groups: ProcessGroupCollection) -> MegatronOptimizer:
@@ -175,6 +191,8 @@ def _measure_slope(
         param.data.copy_(original)
         if all(end.chooses_as(base) for end in ends):
             slopes.append(_Slope((ends[0].value - ends[1].value) / (2 * step), found, noise))
-            if slopes[-1].difference <= TOLERANCE * typical + noise:
+            # Where two steps find the same, so does a third.
+            targets = [found, *(slope.measured for slope in slopes[-2:-1])]
+            if any(abs(slopes[-1].measured - target) <= TOLERANCE * typical + noise for target in targets):
                 break
     return min(slopes, key=lambda slope: slope.difference, default=None)
