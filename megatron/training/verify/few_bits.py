@@ -206,15 +206,16 @@ def _multiply(left: _Rounded, right: Tensor) -> _Rounded:
     return _Rounded(mean, torch.full_like(mean, float(along) / max(mean.numel(), 1)))
 
 
-def find_disagreement(found: Tensor, wanted: _Rounded) -> float:
-    """How far a product is off: 0 where rounding, or chance, explains it; else relative to the largest element."""
+def find_disagreement(found: Tensor, wanted: _Rounded, precision: float) -> float:
+    """Distance of a product from what it should be: 0 where rounding, or chance, explains it; else relative to the
+    largest element. precision: of the result's number format."""
     mean, error = wanted.mean, found.double() - wanted.mean
     largest = float(mean.abs().max()) if mean.numel() else 0.0
     if wanted.variance is not None:
         along, deviation = float((error * mean).sum().abs()), float(wanted.variance.sum().sqrt())
         limit = _CHANCE * deviation + _SUMS * float(mean.square().sum())
         return 0.0 if along <= limit else along / max(float(mean.square().sum()), 1e-300)
-    limits = torch.finfo(found.dtype).eps * mean.abs() + _SUMS * largest
+    limits = precision * mean.abs() + _SUMS * largest
     return 0.0 if bool((error.abs() <= limits).all()) else float(error.abs().max()) / max(largest, 1e-300)
 
 
@@ -275,15 +276,17 @@ class ProductCheck:
             found = returned if main_grad is None else main_grad - before
             rows = _list_rows(ends, grad)
             wanted = reference.find_weight_grad(grad, inputs.pop(), rows, is_stack=weight.dim() == 3)
-            self._note(f"gradient of {name}.weight", found, wanted)
+            # An exact product in 16 bits is rounded before it is added.
+            precision = found.dtype if reference.settings.fp8_wgrad else grad.dtype
+            self._note(f"gradient of {name}.weight", found, wanted, precision)
             return returned
 
         product.forward, product.forward_keeping = run_forward, run_keeping  # type: ignore[method-assign]
         product.input_grad, product.weight_grad = run_input_grad, run_weight_grad  # type: ignore[method-assign]
 
-    def _note(self, what: str, found: Tensor, wanted: _Rounded) -> None:
+    def _note(self, what: str, found: Tensor, wanted: _Rounded, precision: torch.dtype | None = None) -> None:
         self.checked += 1
-        size = find_disagreement(found, wanted)
+        size = find_disagreement(found, wanted, torch.finfo(precision or found.dtype).eps)
         if size:
             self.errors[what] = max(size, self.errors.get(what, 0.0))
 
