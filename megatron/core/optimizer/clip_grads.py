@@ -30,7 +30,6 @@ from megatron.core.distributed.model_chunk import FlatBuffer
 from megatron.core.flat_ranges import Range, find_ranges, intersect_ranges, merge_ranges
 from megatron.core.placement import Placement, get_placement
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
-from megatron.core.wide_numbers import wide_dtype
 
 # One float32 accumulator over millions of elements loses the fourth digit on CPU (measured: 6e-4 over 15 million).
 # Rows of this length summed in float32, and the rows' norms in float64, cost the same and agree to 1e-9.
@@ -122,7 +121,7 @@ def compute_clip_divisor(norm: Tensor, max_norm: float) -> Tensor | None:
 def sum_squares(tensor: Tensor) -> Tensor:
     """Sum of the squares of all elements; a float64 scalar on the tensor's device."""
     flat = tensor.flatten()
-    body = flat.numel() // _ROW * _ROW
-    norms = torch.linalg.vector_norm(flat[:body].view(-1, _ROW), dim=1, dtype=wide_dtype(flat))
-    rest = torch.linalg.vector_norm(flat[body:], dtype=wide_dtype(flat))
+    body, wide = flat.numel() // _ROW * _ROW, torch.promote_types(flat.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(flat[:body].view(-1, _ROW), dim=1, dtype=wide)
+    rest = torch.linalg.vector_norm(flat[body:], dtype=wide)
     return torch.cat([norms, rest[None]]).double().square().sum()

@@ -31,7 +31,7 @@ from megatron.core.collectives import all_reduce
 from megatron.core.device import is_cpu
 from megatron.core.kernels import launching
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
-from megatron.core.wide_numbers import at_least_float32
+from megatron.core.tensor_parallel.products import at_least_float32
 
 BLOCK_ELEMENTS, GPU_BLOCK_ELEMENTS = 2**22, 2**28
 """Logits that the fused way converts to float32 at a time: 16 MiB, which caches hold, and 1 GiB on a GPU, where to

@@ -43,6 +43,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.sequences.token_layout import TokenLayout
 from megatron.core.tensor_parallel.layers import LayerOutput
 from megatron.core.tensor_parallel.offloaded_activations import offload
+from megatron.core.tensor_parallel.products import at_least_float32
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.compiled_regions import Compile, is_compiled
 from megatron.core.transformer.initialisers import input_initialiser, output_initialiser
@@ -58,7 +59,6 @@ from megatron.core.transformer.rotary import (
 )
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.wide_numbers import at_least_float32
 
 
 @dataclass

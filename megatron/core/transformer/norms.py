@@ -35,10 +35,10 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.tensor_parallel.parameters import declare_parameter, ones, parameter_dtype, zeros
+from megatron.core.tensor_parallel.products import at_least_float32, is_wide
 from megatron.core.transformer.compiled_regions import Compile, is_compiled
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.wide_numbers import at_least_float32, is_wide
 
 _WIDEST = 8192
 """Channels that a kernel of ours normalises: all of a token's lie in the registers of one program."""

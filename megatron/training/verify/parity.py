@@ -27,7 +27,7 @@ from megatron.core.distributed.sharded_params import ShardedParamBuffer
 from megatron.core.placement import Placement, get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import find_global_name
-from megatron.core.wide_numbers import at_least_float32
+from megatron.core.tensor_parallel.products import at_least_float32
 from megatron.training.config.container import RunConfig
 from megatron.training.config.gpu_needs import replace_gpu_settings
 from megatron.training.hooks.activations import Point, PointRecord, join_points, record_activations

@@ -15,13 +15,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.cross_entropy import fused_vocab_parallel_cross_entropy, vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.parameters import by_blocks_of_rows
-from megatron.core.tensor_parallel.products import choose_product
+from megatron.core.tensor_parallel.products import at_least_float32, choose_product
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.execution.fp8_layers import multiply_in_fp8
 from megatron.core.transformer.initialisers import embedding_initialiser, output_layer_initialiser
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.wide_numbers import at_least_float32
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 

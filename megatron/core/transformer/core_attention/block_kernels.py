@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.device import is_cpu
-from megatron.core.wide_numbers import at_least_float32, is_wide
+from megatron.core.tensor_parallel.products import at_least_float32, is_wide
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 """Gradients of queries, keys and values, shaped as these."""

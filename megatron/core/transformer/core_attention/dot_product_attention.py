@@ -19,6 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.sequences.token_layout import TokenLayout
 from megatron.core.tensor_parallel.layers import tensor_parallel_split
 from megatron.core.tensor_parallel.parameters import declare_parameter, parameter_dtype
+from megatron.core.tensor_parallel.products import at_least_float32, wide_dtype
 from megatron.core.tensor_parallel.random import model_parallel_stream
 from megatron.core.transformer.core_attention.interface import (
     AttentionInputs,
@@ -30,7 +31,6 @@ from megatron.core.transformer.core_attention.select import build_core_attention
 from megatron.core.transformer.initialisers import sink_initialiser
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.wide_numbers import at_least_float32, wide_dtype
 
 
 class DotProductAttention(MegatronModule):

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.tensor_parallel.products import at_least_float32
 from megatron.core.transformer.core_attention.interface import AttentionBackend, AttentionInputs, AttentionOptions
-from megatron.core.wide_numbers import at_least_float32
 
 MASKED_SCORE = -10000.0
 """Stands for minus infinity: its exponential is zero, and a row without any visible position stays finite."""

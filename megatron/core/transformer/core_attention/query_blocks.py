@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.device import is_cpu
+from megatron.core.tensor_parallel.products import is_wide, wide_dtype
 from megatron.core.transformer.core_attention.block_kernels import (
     BlockKernel,
     PlainKernel,
@@ -51,7 +52,6 @@ from megatron.core.transformer.core_attention.interface import (
     Visible,
 )
 from megatron.core.transformer.core_attention.sdpa import SDPAttention
-from megatron.core.wide_numbers import is_wide, wide_dtype
 
 _CPU_BLOCK = 64
 """Queries in a block of CPUAttention: short enough to leave out most of the masked half, long enough for efficient

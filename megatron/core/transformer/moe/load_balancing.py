@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.core.wide_numbers import at_least_float32
+from megatron.core.tensor_parallel.products import at_least_float32
 
 
 def mark_choices(affinities: Tensor, k: int) -> Tensor:

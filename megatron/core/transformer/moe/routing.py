@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.tensor_parallel.products import at_least_float32
 from megatron.core.transformer.config_fields.moe import MoEFields
-from megatron.core.wide_numbers import at_least_float32
 
 _SINKHORN_TOLERANCE = 1e-4
 _SINKHORN_ROUNDS = 100
