@@ -8,7 +8,7 @@ compared one by one (few_bits.py): of the gradients as a whole their rounding le
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -89,7 +89,8 @@ def _train(
         check = ProductCheck([chunk.module for chunk in run.model], model) if watches else None
         batches, logs = run.data.open("train", 0), []
         for _ in range(steps):
-            logs = [RouteLog(given) for given in routes or [None] * len(routers)]
+            given: Sequence[list[Tensor] | None] = routes or [None] * len(routers)
+            logs = [RouteLog(of_router) for of_router in given]
             for router, log in zip(routers, logs, strict=True):
                 router.route_log = log
             scale = train_step(run, batches).loss_scale
