@@ -273,7 +273,7 @@ class ProductCheck:
         def run_weight_grad(grad: Tensor, x: Any, weight: Tensor, main_grad: Any, ends: Any = None) -> Any:
             before = None if main_grad is None else main_grad.clone()
             returned = weight_grad(grad, x, weight, main_grad, ends)
-            found: Tensor = returned if main_grad is None else main_grad - before
+            found: Any = returned if main_grad is None else main_grad - before
             rows = _list_rows(ends, grad)
             wanted = reference.find_weight_grad(grad, inputs.pop(), rows, is_stack=weight.dim() == 3)
             # An exact product in 16 bits is rounded before it is added.
