@@ -10,6 +10,7 @@ from megatron.core.plan.read import read_plan
 from megatron.training.config.container import RunConfig
 from megatron.training.flags.declarations import flags_by_spelling
 from megatron.training.recipes.family import GROUP_LIMITED, ROPE_TYPES, Family, Setting
+from megatron.training.recipes.family_flags import FULL, list_pinned
 
 
 def invert_flags(family: Family, config: RunConfig) -> dict[str, Any] | None:
@@ -19,7 +20,7 @@ def invert_flags(family: Family, config: RunConfig) -> dict[str, Any] | None:
     caller to find out, by reading them again.
     """
     fields: dict[str, Any] = {}
-    for name, expected in family.expects.items():
+    for name, expected in (*family.expects.items(), *((name, family.defaults[name]) for name in list_pinned(family))):
         if expected is not None:
             _put(fields, name, expected)
     for setting in (*family.sizes, *family.settings):
@@ -44,7 +45,7 @@ def _put(fields: dict[str, Any], names: str, value: Any) -> None:
 
 def _invert(setting: Setting, config: RunConfig, fields: dict[str, Any]) -> bool:
     """Add the field of one setting; False where the family has no model with its value."""
-    if setting.form == "root":
+    if setting.form in ("root", "two best"):
         return True  # of a field that another setting writes
     value = _read(setting.flag, config)
     model = config.model
@@ -74,7 +75,7 @@ def _invert(setting: Setting, config: RunConfig, fields: dict[str, Any]) -> bool
             if setting.form == "number":
                 return True
             value = None
-    if value is None and setting.form == "number":
+    if value is None and setting.form in ("number", "groups"):
         value = setting.default
     if "*" in setting.theirs:
         first, second = setting.theirs.split("*")
@@ -128,6 +129,8 @@ def _add_rope(fields: dict[str, Any], config: RunConfig) -> None:
         kind = "yarn"
     elif config.gpt.use_rope_scaling:
         kind = "llama3"
+    elif config.model.longrope_short_factors is not None:
+        kind = "longrope"
     else:
         kind = "default" if config.gpt.rotary_seq_len_interpolation_factor is None else "linear"
     _, settings, expects = ROPE_TYPES[kind]
@@ -135,6 +138,12 @@ def _add_rope(fields: dict[str, Any], config: RunConfig) -> None:
     for setting in settings:
         _invert(setting, config, rope)
     parameters = fields.setdefault("rope_parameters", {})
-    for target in [value for value in parameters.values() if isinstance(value, dict)] or [parameters]:
-        target |= rope
+    if FULL in parameters:
+        # The layers with a window are never stretched.
+        parameters["sliding_attention"]["rope_type"] = "default"
+        parameters = parameters[FULL]
+    parameters |= rope
     fields["rope_scaling"] = None if kind == "default" else rope
+    if kind == "longrope":
+        # Where the field is outside of them, it is the one that counts.
+        fields["original_max_position_embeddings"] = rope["original_max_position_embeddings"]

@@ -25,7 +25,7 @@ from megatron.training.flags.read import read_run_config
 from megatron.training.recipes.families import FAMILIES
 from megatron.training.recipes.family import Family
 from megatron.training.recipes.gpt import build_gpt_model
-from megatron.training.recipes.hf_config import PREDICTION, find_family_of, find_length, list_model_flags
+from megatron.training.recipes.hf_config import LENGTH, PREDICTION, find_family_of, list_model_flags
 
 # What a run needs that no model says; a run that starts from the result has flags of its own.
 _RUN_FLAGS = "--micro-batch-size 1 --train-iters 1 --lr 1e-5"
@@ -48,8 +48,9 @@ def read_settings(
     source: the fields of the config.json `where`. tensor_ranks, stages: a layout that the model must be able to have.
     Raises ConfigError or CheckpointError for a model that cannot be built, and for a layout that cannot be.
     """
-    length = find_length(source)
-    argv = [*list_model_flags(source, where, families), *_RUN_FLAGS.split(), "--mock-data", "--seq-length", str(length)]
+    flags = list_model_flags(source, where, families)
+    length = flags[flags.index(LENGTH) + 1]
+    argv = [*flags, *_RUN_FLAGS.split(), "--mock-data", "--seq-length", length]
     argv += _PRECISION.get(dtype, [])
     if tensor_ranks * stages > 1:
         layout = ["--tensor-model-parallel-size", str(tensor_ranks), "--pipeline-model-parallel-size", str(stages)]

@@ -2,6 +2,7 @@
 """What layers and positions need in generation, so that they need not import inference.
 
     context.layout                       which tokens of which sequences this call has
+    context.max_tokens                   tokens that the longest sequence may have
     context.update(layer, key, value)    append what a layer keeps of each token; get back that of all tokens
     context.read_recurrent(layer, ...)   what a layer keeps of each sequence, whatever its length; write_recurrent
 
@@ -22,6 +23,9 @@ class InferenceContext(Protocol):
 
     layout: TokenLayout
     """Of this call: hidden states are [t, 1, h] where it is packed, and [s, b, h] where all sequences are in step."""
+
+    max_tokens: int
+    """Tokens that the longest sequence may have."""
 
     def update(self, layer_number: int, *new: Tensor) -> tuple[Tensor, ...]:
         """Append what a layer keeps of its new tokens, and return the same of all tokens so far.

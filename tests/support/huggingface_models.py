@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from megatron.bridge.rows import join, list_names, split
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.training.recipes.families import find_family
-from megatron.training.recipes.family import Family, Row, build_flags, find_row
+from megatron.training.recipes.family import Family, Row, find_row
+from megatron.training.recipes.family_flags import build_flags
 from megatron.training.recipes.gpt import build_gpt_model
 from megatron.training.recipes.hf_config import keep_stored_prediction
 from tests.support.gpt_models import read_config

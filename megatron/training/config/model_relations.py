@@ -47,7 +47,15 @@ def latent_attention_has_no_groups(run: RunGroups) -> Iterator[str]:
 
 
 def rotary_positions_are_scaled_once(run: RunGroups) -> Iterator[str]:
-    """YaRN is one way to stretch rotary positions, --use-rope-scaling another."""
+    """YaRN is one way to stretch rotary positions, --use-rope-scaling and LongRoPE are others."""
+    long = run.model.longrope_short_factors
+    if long is not None and (
+        run.gpt.use_rope_scaling or run.model.uses_yarn() or run.gpt.rotary_seq_len_interpolation_factor
+    ):
+        yield (
+            "--longrope-short-factors scales rotary frequencies, as --use-rope-scaling, YaRN and "
+            "--rotary-seq-len-interpolation-factor do; keep one"
+        )
     if run.gpt.use_rope_scaling and run.model.uses_yarn():
         # With latent attention rope means YaRN.
         remedy = "add --rope-type rope, or leave it out" if run.model.multi_latent_attention else "keep one"

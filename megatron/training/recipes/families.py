@@ -8,11 +8,26 @@ the entries mean. Sources: the configuration classes of transformers, and the fi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.errors import ConfigError
 from megatron.training.recipes.family import Family, Row, Setting
+from megatron.training.recipes.family_defaults import (
+    DEFAULTS,
+    complete_alternating,
+    complete_deepseek_v2,
+    complete_gemma,
+    complete_gemma3,
+    complete_gpt_oss,
+    complete_latent,
+    complete_llama4,
+    complete_phi3,
+    complete_qwen,
+    complete_qwen2_moe,
+    complete_qwen3_moe,
+    complete_smollm3,
+)
 from megatron.training.recipes.family_rows import (
     EXPERT_BIAS,
     EXPERTS,
@@ -65,8 +80,6 @@ UNTIED = Setting("tie_word_embeddings", "--untie-embeddings-and-output-weights",
 NORM_EPSILON = Setting("rms_norm_eps", "--norm-epsilon", default=1e-5)
 ROTARY_BASE = Setting("rope_parameters.rope_theta|rope_theta", "--rotary-base", default=10000)
 ROTARY_SHARE = Setting("rope_parameters.partial_rotary_factor|partial_rotary_factor", "--rotary-percent", default=1.0)
-# transformers' classes of these families turn every head as a whole, whatever their files say.
-ALL_ROTATED = {ROTARY_SHARE.theirs: 1.0}
 USUAL = (UNTIED, NORM_EPSILON, ROTARY_BASE)
 # The same two settings, as these families call them.
 GPT2_EPSILON = Setting("layer_norm_epsilon", "--norm-epsilon", default=1e-5)
@@ -74,8 +87,8 @@ NEMOTRON_EPSILON = Setting("norm_eps", "--norm-epsilon", default=1e-5)
 GPT_NEOX_USUAL = (
     UNTIED,
     Setting("layer_norm_eps", "--norm-epsilon", default=1e-5),
-    Setting("rope_parameters.rope_theta|rotary_emb_base|rope_theta", "--rotary-base", default=10000),
-    Setting("rope_parameters.partial_rotary_factor|rotary_pct|partial_rotary_factor", "--rotary-percent", default=1.0),
+    Setting("rope_parameters.rope_theta|rotary_emb_base", "--rotary-base", default=10000),
+    Setting("rope_parameters.partial_rotary_factor|rotary_pct", "--rotary-percent", default=1.0),
 )
 # A window counts the token itself in their files; Setting's form "window" says how ours does.
 WINDOW = Setting("sliding_window", "--window-size", "window")
@@ -87,8 +100,12 @@ QWEN_WINDOWS = (
 )
 # Gemma multiplies embeddings by the root of the hidden size, and scales scores by a size of their own.
 EMBEDDING_MULTIPLIER = Setting("hidden_size", "--embedding-multiplier", "root")
-SCORE_SCALE = Setting("query_pre_attn_scalar", "--softmax-scale", "inverse root")
-TOP_K = Setting("num_experts_per_tok", "--moe-router-topk")
+SCORE_SCALE = Setting("query_pre_attn_scalar", "--softmax-scale", "inverse root", needed=True)
+SOFT_CAPS = (
+    Setting("attn_logit_softcapping", "--attn-logit-softcapping"),
+    Setting("final_logit_softcapping", "--final-logit-softcapping"),
+)
+TOP_K = Setting("num_experts_per_tok", "--moe-router-topk", needed=True)
 EXPERT_WIDTH = Setting("moe_intermediate_size", "--moe-ffn-hidden-size")
 UNNORMALISED = Setting("norm_topk_prob", "--moe-router-pre-softmax", "inverted switch", default=True)
 
@@ -110,9 +127,10 @@ DEEPSEEK_EXPERTS = (
     Setting("routed_scaling_factor", "--moe-router-topk-scaling-factor", default=1.0),
 )
 EXPERT_GROUPS = (
-    Setting("n_group", "--moe-router-num-groups", default=1),
-    Setting("topk_group", "--moe-router-group-topk", default=1),
+    Setting("n_group", "--moe-router-num-groups", "groups", default=1),
+    Setting("topk_group", "--moe-router-group-topk", "groups", default=1),
 )
+TWO_BEST = Setting("topk_group", "--moe-router-group-score", "two best")
 FURTHER_TOKENS = Setting("num_nextn_predict_layers", "--mtp-num-layers", default=0)
 LLAMA4_SIZES = (
     *_build_sizes(intermediate_size="intermediate_size_mlp"),
@@ -137,34 +155,13 @@ LLAMA4_EXPERTS = (
 )
 
 
-def _complete_deepseek_v2(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Where experts are chosen one by one, groups that a config.json gives mean nothing."""
-    return {**config, "n_group": 1, "topk_group": 1} if config.get("topk_method", "greedy") == "greedy" else config
-
-
-def _complete_llama4(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Which layers have positions, chunks and experts, where a config.json gives only how often they come."""
-    layers = range(1, config["num_hidden_layers"] + 1)
-    every = config.get("no_rope_layer_interval") or 4
-    rotated = config.get("no_rope_layers") or [int(layer % every != 0) for layer in layers]
-    with_experts = [layer - 1 for layer in layers if layer % (config.get("interleave_moe_layer_step") or 1) == 0]
-    usual = {
-        "attention_chunk_size": 8192, "attn_temperature_tuning": True, "attn_scale": 0.1, "use_qk_norm": True,
-        "rope_theta": 500000.0,
-    }  # fmt: skip
-    given = {name: value for name, value in config.items() if value is not None or name == "attention_chunk_size"}
-    kinds = ["chunked_attention" if each else "full_attention" for each in rotated]
-    return usual | {"layer_types": kinds, "moe_layers": with_experts} | given | {"no_rope_layers": rotated}
-
-
 # ---- the families
 
 LLAMA_FLAGS = "--normalization RMSNorm --swiglu --disable-bias-linear"
 GEMMA_FLAGS = "--normalization RMSNorm --apply-layernorm-1p --geglu --openai-gelu --disable-bias-linear"
-SILU = {"hidden_act": "silu"}
-WITHOUT_BIAS = {"attention_bias": False, "mlp_bias": False}
-# No setting here reads the fields that would leave experts out of some layers, so they must have these values.
-EVERY_LAYER_HAS_EXPERTS = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+# Other names of fields, which the classes of transformers take for these.
+ROUTED = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
+HALF_ROTATED = {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 
 
 def _gemma(name: str, model_type: str, model_class: str, **parts: Any) -> Family:
@@ -176,29 +173,22 @@ def _gemma(name: str, model_type: str, model_class: str, **parts: Any) -> Family
         sizes=SIZES,
         settings=(UNTIED, NORM_EPSILON, HEAD_WIDTH, EMBEDDING_MULTIPLIER, *parts.pop("settings", ())),
         rows=tuple({**LLAMA_ROWS, **parts.pop("rows", {})}.values()),
-        expects={
-            "hidden_activation|hidden_act": "gelu_pytorch_tanh",
-            "attention_bias": False,
-            **parts.pop("expects", {}),
-        },
-        absent={"tie_word_embeddings": True},
+        defaults=DEFAULTS[model_type],
+        **parts,
     )
 
 
 def _llama(name: str, model_type: str, model_class: str, **parts: Any) -> Family:
     """What differs from Llama; Mistral, Qwen and many others start from it."""
-    settings = (*USUAL, *parts.pop("settings", ()))
-    expects = {**SILU, **({} if ROTARY_SHARE in settings else ALL_ROTATED), **parts.pop("expects", {})}
     return Family(
         name=name,
         model_type=model_type,
         model_class=model_class,
         flags=f"{LLAMA_FLAGS}{parts.pop('flags', '')}",
         sizes=SIZES,
-        settings=settings,
+        settings=(*USUAL, *parts.pop("settings", ())),
         rows=tuple({**LLAMA_ROWS, **parts.pop("rows", {})}.values()),
-        expects=expects,
-        absent={"tie_word_embeddings": False},
+        defaults=DEFAULTS[model_type],
         **parts,
     )
 
@@ -213,8 +203,10 @@ def _deepseek(name: str, model_type: str, model_class: str, flags: str, **parts:
         sizes=LATENT_SIZES,
         settings=(*USUAL, *LATENT, *DEEPSEEK_EXPERTS, *parts.pop("settings", ())),
         rows=tuple({**LATENT_ROWS, **SHARED_EXPERTS, **parts.pop("rows", {})}.values()),
-        expects={**SILU, **ALL_ROTATED, "attention_bias": False, "moe_layer_freq": 1, **parts.pop("expects")},
-        absent={"tie_word_embeddings": False},
+        defaults=DEFAULTS[model_type],
+        # The class makes these two of others.
+        idle=frozenset(("head_dim", "qk_head_dim")),
+        expects={"moe_layer_freq": 1, **parts.pop("expects")},
         **parts,
     )
 
@@ -229,15 +221,15 @@ FAMILIES: tuple[Family, ...] = (
         settings=(GPT2_EPSILON,),
         rows=tuple(GPT2_ROWS.values()),
         is_rotary=False,
-        expects={
-            "activation_function": "gelu_new", "scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True,
-            "tie_word_embeddings": True,
+        defaults=DEFAULTS["gpt2"],
+        other_names={
+            "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
         },
     ),
     _llama(
         "Llama", "llama", "LlamaForCausalLM",
         settings=(HEAD_WIDTH,),
-        expects=WITHOUT_BIAS,
     ),
     _llama(
         "Mistral", "mistral", "MistralForCausalLM",
@@ -245,15 +237,15 @@ FAMILIES: tuple[Family, ...] = (
     ),
     _llama(
         "Qwen 2", "qwen2", "Qwen2ForCausalLM",
-        flags=" --add-qkv-bias", settings=QWEN_WINDOWS, rows=QKV_BIAS,
+        flags=" --add-qkv-bias", settings=(HEAD_WIDTH, *QWEN_WINDOWS), rows=QKV_BIAS, complete=complete_qwen,
     ),
     _llama(
         "Qwen 3", "qwen3", "Qwen3ForCausalLM",
-        flags=" --qk-layernorm", settings=(HEAD_WIDTH, *QWEN_WINDOWS), rows=QK_NORMS, expects={"attention_bias": False},
+        flags=" --qk-layernorm", settings=(HEAD_WIDTH, *QWEN_WINDOWS), rows=QK_NORMS, complete=complete_qwen,
     ),
     _llama(
         "Phi-3", "phi3", "Phi3ForCausalLM",
-        settings=(ROTARY_SHARE, WINDOW), rows=PHI3_ROWS,
+        settings=(HEAD_WIDTH, ROTARY_SHARE, WINDOW), rows=PHI3_ROWS, complete=complete_phi3,
     ),
     Family(
         name="OLMo 2",
@@ -261,46 +253,44 @@ FAMILIES: tuple[Family, ...] = (
         model_class="Olmo2ForCausalLM",
         flags=f"{LLAMA_FLAGS} --norm-placement output --qk-layernorm --qk-norm-scope all",
         sizes=SIZES,
-        settings=USUAL,
+        settings=(*USUAL, HEAD_WIDTH),
         rows=tuple({
             **without_rows(LLAMA_ROWS, "input_layernorm", "pre_mlp_layernorm"), **OUTPUT_NORMS, **QK_NORMS,
         }.values()),
-        expects={**SILU, **ALL_ROTATED, "attention_bias": False},
-        absent={"tie_word_embeddings": False},
+        defaults=DEFAULTS["olmo2"],
     ),
     _llama(
         # Every fourth layer has no positions (Kazemnejad et al., 2023); theirs marks layers with 1 where they have
         # some.
         "SmolLM 3", "smollm3", "SmolLM3ForCausalLM",
-        settings=(Setting("no_rope_layers", "--no-rope-freq", "layers without positions"),),
-        expects={**WITHOUT_BIAS, "use_sliding_window": False},
+        settings=(HEAD_WIDTH, Setting("no_rope_layers", "--no-rope-freq", "layers without positions")),
+        rope={"rope_theta": 2000000.0}, complete=complete_smollm3,
     ),
     _gemma(
         "Gemma 1", "gemma", "GemmaForCausalLM",
-        settings=(ROTARY_BASE,), expects=ALL_ROTATED,
+        settings=(ROTARY_BASE,), complete=complete_gemma,
     ),
     _gemma(
         "Gemma 2", "gemma2", "Gemma2ForCausalLM",
         flags=" --norm-placement both",
         settings=(
-            Setting("attn_logit_softcapping", "--attn-logit-softcapping"),
-            Setting("final_logit_softcapping", "--final-logit-softcapping"),
-            SCORE_SCALE, WINDOW, WINDOW_LAYERS, ROTARY_BASE,
+            *SOFT_CAPS, SCORE_SCALE, WINDOW, WINDOW_LAYERS, ROTARY_BASE,
         ),
         rows=SANDWICH_NORMS,
-        expects=ALL_ROTATED,
+        complete=complete_alternating,
     ),
     _gemma(
         "Gemma 3", "gemma3_text", "Gemma3ForCausalLM",
         flags=" --norm-placement both --qk-layernorm",
         settings=(
-            SCORE_SCALE, WINDOW, WINDOW_LAYERS,
+            *SOFT_CAPS, SCORE_SCALE, WINDOW, WINDOW_LAYERS,
             Setting("rope_parameters.full_attention.rope_theta|rope_theta", "--rotary-base", default=10000),
             Setting("rope_parameters.sliding_attention.rope_theta|rope_local_base_freq", "--rotary-base-local"),
         ),
         rows={**SANDWICH_NORMS, **QK_NORMS},
         # The larger ones stretch the positions of the layers without a window alone.
-        expects={"rope_scaling|rope_parameters.full_attention.factor": None},
+        rope={"full_attention": {"rope_theta": 1000000.0}, "sliding_attention": {"rope_theta": 10000.0}},
+        idle=frozenset(("sliding_window_pattern", "_sliding_window_pattern")), complete=complete_gemma3,
     ),
     Family(
         name="Nemotron",
@@ -310,8 +300,8 @@ FAMILIES: tuple[Family, ...] = (
         sizes=SIZES,
         settings=(UNTIED, NEMOTRON_EPSILON, ROTARY_BASE, ROTARY_SHARE, HEAD_WIDTH),
         rows=tuple(NEMOTRON_ROWS.values()),
-        expects={"hidden_act": "relu2", **WITHOUT_BIAS},
-        absent={"tie_word_embeddings": False},
+        defaults=DEFAULTS["nemotron"],
+        rope=HALF_ROTATED,
     ),
     Family(
         name="GPT-NeoX, Pythia",
@@ -321,8 +311,8 @@ FAMILIES: tuple[Family, ...] = (
         sizes=_build_sizes(),
         settings=(*GPT_NEOX_USUAL, Setting("use_parallel_residual", "--parallel-residual", "switch", default=False)),
         rows=tuple(GPT_NEOX_ROWS.values()),
-        expects={"hidden_act": "gelu", "attention_bias": True},
-        absent={"tie_word_embeddings": False, "use_parallel_residual": True, "rotary_pct": 0.25},
+        defaults=DEFAULTS["gpt_neox"],
+        rope={"rope_theta": 10000.0, "partial_rotary_factor": 0.25},
     ),
     Family(
         name="gpt-oss",
@@ -332,79 +322,80 @@ FAMILIES: tuple[Family, ...] = (
         "--softmax-type learnable --moe-router-add-bias",
         sizes=SIZES,
         settings=(
-            *USUAL, ROTARY_SHARE, HEAD_WIDTH, WINDOW, WINDOW_LAYERS, Setting("num_local_experts", "--num-experts"),
-            TOP_K,
+            *USUAL, HEAD_WIDTH, WINDOW, WINDOW_LAYERS, Setting("num_local_experts", "--num-experts"), TOP_K,
         ),
         rows=tuple({
             **without_rows(LLAMA_ROWS, ".mlp."), **QKV_BIAS, **GPT_OSS_EXPERTS,
             **rename_rows(OURS, THEIRS, {"self_attention.linear_proj": "self_attn.o_proj"}, "bias"),
             **build_rows(Row(f"{OURS}self_attention.core_attention.softmax_offset", (f"{THEIRS}self_attn.sinks",))),
         }.values()),
-        expects={"attention_bias": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
-        absent={"tie_word_embeddings": False},
+        defaults=DEFAULTS["gpt_oss"],
+        rope={"rope_theta": 150000.0},
+        other_names={"num_experts": "num_local_experts"},
+        complete=complete_gpt_oss,
     ),
     _llama(
         "Mixtral", "mixtral", "MixtralForCausalLM",
-        settings=(HEAD_WIDTH, WINDOW, Setting("num_local_experts|num_experts", "--num-experts"), TOP_K),
-        rows=MIXTRAL_EXPERTS,
+        settings=(HEAD_WIDTH, WINDOW, Setting("num_local_experts", "--num-experts"), TOP_K),
+        rows=MIXTRAL_EXPERTS, rope={"rope_theta": 1000000.0}, other_names={"num_experts": "num_local_experts"},
     ),
     _llama(
         "Qwen 2 MoE", "qwen2_moe", "Qwen2MoeForCausalLM",
         flags=" --add-qkv-bias --moe-shared-expert-gate",
         settings=(
-            Setting("num_experts|num_local_experts", "--num-experts"), TOP_K, EXPERT_WIDTH, UNNORMALISED,
-            Setting("shared_expert_intermediate_size", "--moe-shared-expert-intermediate-size"), *QWEN_WINDOWS,
+            Setting("num_experts", "--num-experts"), TOP_K, EXPERT_WIDTH, UNNORMALISED,
+            Setting("shared_expert_intermediate_size", "--moe-shared-expert-intermediate-size"), HEAD_WIDTH,
+            *QWEN_WINDOWS,
         ),
         rows={
             **QKV_BIAS, **EXPERTS, **build_gated_rows("mlp.shared_experts", "mlp.shared_expert"),
             **build_rows(Row(f"{OURS}mlp.shared_experts.gate_weight", (f"{THEIRS}mlp.shared_expert_gate.weight",))),
         },
-        expects=EVERY_LAYER_HAS_EXPERTS,
+        complete=complete_qwen2_moe,
     ),
     _llama(
         "Qwen 3 MoE", "qwen3_moe", "Qwen3MoeForCausalLM",
         flags=" --qk-layernorm",
         settings=(
-            HEAD_WIDTH, Setting("num_experts|num_local_experts", "--num-experts"), TOP_K, EXPERT_WIDTH, UNNORMALISED,
-            *QWEN_WINDOWS,
+            HEAD_WIDTH, Setting("num_experts", "--num-experts"), TOP_K, EXPERT_WIDTH, UNNORMALISED,
+            QWEN_WINDOWS[0],
         ),
         rows={**QK_NORMS, **EXPERTS},
-        expects={"attention_bias": False, **EVERY_LAYER_HAS_EXPERTS},
+        other_names={"num_local_experts": "num_experts"}, complete=complete_qwen3_moe,
     ),
     _llama(
         "OLMoE", "olmoe", "OlmoeForCausalLM",
         flags=" --qk-layernorm --qk-norm-scope all",
         # The width of an expert is called like that of a dense MLP.
-        settings=(Setting("num_experts", "--num-experts"), TOP_K, UNNORMALISED),
+        settings=(HEAD_WIDTH, Setting("num_experts", "--num-experts"), TOP_K, UNNORMALISED),
         rows={**QK_NORMS, **EXPERTS},
-        expects={"attention_bias": False, "clip_qkv": None},
+        other_names={"num_local_experts": "num_experts"}, expects={"sliding_window": None},
     ),
     _deepseek(
         "DeepSeek V2", "deepseek_v2", "DeepseekV2ForCausalLM", "--moe-router-pre-softmax",
         settings=(*EXPERT_GROUPS, Setting("topk_method", "--moe-router-group-score", "group score", default="greedy")),
-        expects={"norm_topk_prob": False, "scoring_func": "softmax", "mlp_bias": False},
-        complete=_complete_deepseek_v2,
+        other_names={"num_experts": "n_routed_experts"}, expects={"scoring_func": "softmax"},
+        complete=complete_deepseek_v2,
     ),
     _deepseek(
         "DeepSeek V3, Kimi K2", "deepseek_v3", "DeepseekV3ForCausalLM",
         "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
-        aliases=("kimi_k2",), settings=(*EXPERT_GROUPS, FURTHER_TOKENS), rows=EXPERT_BIAS | PREDICTION_ROWS,
-        expects={
-            "norm_topk_prob": True, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "rope_interleave": True,
-        },
+        aliases=("kimi_k2",), settings=(*EXPERT_GROUPS, TWO_BEST, FURTHER_TOKENS),
+        rows=EXPERT_BIAS | PREDICTION_ROWS,
+        other_names=ROUTED, expects={"topk_method": "noaux_tc", "scoring_func": "sigmoid"}, complete=complete_latent,
     ),
     _llama(
         "GLM 4.5", "glm4_moe", "Glm4MoeForCausalLM",
         flags=" --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
         settings=(
-            ROTARY_SHARE, HEAD_WIDTH, *DEEPSEEK_EXPERTS, *EXPERT_GROUPS, FURTHER_TOKENS,
+            ROTARY_SHARE, HEAD_WIDTH, *DEEPSEEK_EXPERTS, *EXPERT_GROUPS, TWO_BEST, FURTHER_TOKENS,
             Setting("attention_bias", "--add-qkv-bias", "switch", default=False),
             Setting("use_qk_norm", "--qk-layernorm", "switch", default=False),
         ),
         rows={
             **QKV_BIAS, **QK_NORMS, **SHARED_EXPERTS, **EXPERT_BIAS, **PREDICTION_ROWS,
         },
-        expects={"norm_topk_prob": True},
+        rope=HALF_ROTATED, other_names=ROUTED,
     ),
     Family(
         name="Llama 4",
@@ -414,9 +405,9 @@ FAMILIES: tuple[Family, ...] = (
         sizes=LLAMA4_SIZES,
         settings=(*USUAL, HEAD_WIDTH, *LLAMA4_ATTENTION, *LLAMA4_EXPERTS),
         rows=tuple(LLAMA4_ROWS.values()),
-        expects={**SILU, **ALL_ROTATED, "attention_bias": False},
-        absent={"tie_word_embeddings": False},
-        complete=_complete_llama4,
+        defaults=DEFAULTS["llama4_text"],
+        rope={"rope_theta": 500000.0},
+        complete=complete_llama4,
     ),
 )  # fmt: skip
 

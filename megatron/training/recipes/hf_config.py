@@ -6,6 +6,7 @@ Loads neither torch nor any weight, so that a command line with --load hf:DIR is
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
@@ -13,10 +14,13 @@ from typing import Any
 
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.training.recipes.families import FAMILIES, find_family
-from megatron.training.recipes.family import Family, build_flags
+from megatron.training.recipes.family import Family
+from megatron.training.recipes.family_flags import build_flags
 
 CONFIG_JSON = "config.json"
 PREDICTION = "num_nextn_predict_layers"
+LENGTH = "--max-position-embeddings"
+_MOST_TOKENS = 2**31 - 1
 WITHOUT_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
 """What no config.json means by saying nothing: published models are trained on without dropout."""
 
@@ -61,11 +65,15 @@ def keep_stored_prediction(fields: Mapping[str, Any], names: Container[str] | No
     names: of the tensors in the files; all layers are kept where it is None. transformers reads such models without
     these layers, writes them so, and leaves the field as it was.
     """
-    layers, further = fields.get("num_hidden_layers"), fields.get(PREDICTION)
+    name = PREDICTION if PREDICTION in fields else "num_mtp_layers"
+    layers, further = fields.get("num_hidden_layers"), fields.get(name)
     if names is None or not isinstance(layers, int) or not isinstance(further, int):
         return dict(fields)
-    stored = (f"model.layers.{number}.eh_proj.weight" in names for number in range(layers, layers + further))
-    return {**fields, PREDICTION: sum(stored)}
+    # As many as there are, however many the field says.
+    stored = itertools.takewhile(
+        lambda number: f"model.layers.{number}.eh_proj.weight" in names, range(layers, layers + further)
+    )
+    return {**fields, name: len(list(stored))}
 
 
 def list_stored_names(directory: Path) -> set[str] | None:
@@ -95,21 +103,16 @@ def list_model_flags(fields: Mapping[str, Any], where: Path, families: Sequence[
     """
     family = find_family_of(fields, where, families)
     vocab_size = fields.get("vocab_size")
-    if not isinstance(vocab_size, int) or vocab_size < 2:
+    if not isinstance(vocab_size, int) or not 2 <= vocab_size <= _MOST_TOKENS:
         raise CheckpointError(f"{where}: vocab_size is {vocab_size!r}; it must be the number of the embedding's rows")
     try:
         words = " ".join(build_flags(family, fields)).split()
-    except (TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError, IndexError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{where} has fields that describe no {family.name} model: {error}") from None
-    if "--max-position-embeddings" not in words:
-        words += ["--max-position-embeddings", str(find_length(fields))]
+    if LENGTH not in words:
+        # Files of a family without a limit have none.
+        words += [LENGTH, "2048"]
     return [*words, *WITHOUT_DROPOUT, *list_tokenizer_flags(where.parent, vocab_size)]
-
-
-def find_length(fields: Mapping[str, Any]) -> int:
-    """Tokens of the longest sequence that the model is made for."""
-    # Learned positions end with their table, and files of a family without a limit have none.
-    return int(next((fields[name] for name in ("max_position_embeddings", "n_positions") if fields.get(name)), 2048))
 
 
 def list_tokenizer_flags(directory: Path, vocab_size: int) -> list[str]:

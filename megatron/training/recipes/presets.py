@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.training.recipes.families import find_family
-from megatron.training.recipes.family import build_flags
+from megatron.training.recipes.family_flags import build_flags
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,8 @@ def _build_mistral() -> Iterator[Preset]:
     size = _size(32, 4096, 14336, "32/8", 32000, 32 * K)
     yield Preset("mistral-7b-v0.1", "mistral", size | {"rms_norm_eps": 1e-5, "sliding_window": 4096}, "7.24B")
     size = _size(32, 4096, 14336, "32/8", 32768, 32 * K)
-    yield Preset("mistral-7b-v0.3", "mistral", size | {"rms_norm_eps": 1e-5, "rope_theta": 1000000.0}, "7.25B")
+    fields = {"rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "sliding_window": None}
+    yield Preset("mistral-7b-v0.3", "mistral", size | fields, "7.25B")
     for name, parameters, active, size in (
         ("mixtral-8x7b", "46.7B", "12.9B", _size(32, 4096, 14336, "32/8", 32000, 32 * K)),
         ("mixtral-8x22b", "141B", "39B", _size(56, 6144, 16384, "48/8", 32000, 64 * K)),
@@ -282,7 +283,7 @@ def _build_latent() -> Iterator[Preset]:
     )
     size = _size(61, 7168, 18432, "64", 163840, 128 * K)
     fields = {
-        "routed_scaling_factor": 2.827, "rope_theta": 50000.0,
+        "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827, "rope_theta": 50000.0,
         "rope_scaling": DEEPSEEK_POSITIONS | {"factor": 32.0, "beta_fast": 1.0},
     }  # fmt: skip
     yield Preset("kimi-k2", "kimi_k2", describe(size, (1536, 512), (384, 8, 2048, 1), 1) | fields, "1.03T", "32B")

@@ -49,6 +49,10 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 100.0, "partial_rotary_factor": 0.5, "short_factor": [1.1, 1.3],
+    "long_factor": [2.0, 5.5],
+}  # fmt: skip
 MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 LATENT = {
     "kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14, "num_key_value_heads": 4,
@@ -72,6 +76,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3", {"head_dim": 12, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1} | EAGER,
     ),
     "Phi-3": ("Phi3", {"partial_rotary_factor": 0.5}),
+    "Phi-4 mini": ("Phi3", {"original_max_position_embeddings": 16, "rope_parameters": LONGROPE}),
     "OLMo 2": ("Olmo2", {"rms_norm_eps": 1e-6}),
     "SmolLM 3": ("SmolLM3", {"bos_token_id": 1, "eos_token_id": 2}),
     "Gemma 1": ("Gemma", GEMMA),
@@ -81,6 +86,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
                  "final_logit_softcapping": 3.0},
     ),
     "Gemma 3": ("Gemma3Text", GEMMA | GEMMA3),
+    "Gemma 3, larger ones": (
+        "Gemma3Text",
+        GEMMA | GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_parameters": None},
+    ),
     "Nemotron": ("Nemotron", {}),
     "GPT-NeoX, Pythia": ("GPTNeoX", {"use_parallel_residual": False}),
     "GPT-2, GPT-3": ("GPT2", {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}),
@@ -408,7 +417,7 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "more layers": (lambda d: change_config(d, num_hidden_layers=5), "model.layers.4.* is missing"),
     "tied": (lambda d: change_config(d, attention_bias=True), "attention_bias is True in its config.json; only False"),
-    "heads": (lambda d: change_config(d, num_attention_heads="six"), "has fields that describe no Llama model: .*six"),
+    "heads": (lambda d: change_config(d, num_attention_heads="six"), "num_attention_heads is .six. in its config.json; it must be a number"),
     "no number": (lambda d: change_config(d, vocab_size=None), "vocab_size is None; it must be the number of"),
     "quantised": (lambda d: change_config(d, quantization_config={}), "has a quantization_config with the method None"),
     "no scales": (

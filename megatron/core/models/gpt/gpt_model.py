@@ -15,6 +15,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.inference_context import InferenceContext
 from megatron.core.models.common.embeddings.attention_temperature import AttentionTemperature
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.embeddings.longrope_rotary_pos_embedding import LongRotaryEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.common.language_module import LanguageModule
@@ -238,9 +239,10 @@ class GPTModel(LanguageModule):
         """What layers read beside hidden states [s, b, h], or in generation those of the context's layout."""
         length, device = self._sequence_length(hidden_states, sequence), hidden_states.device
         layout = None if inference_context is None else inference_context.layout
+        longest = 0 if inference_context is None else inference_context.max_tokens
         # Packed documents keep angles that grow through all of them: scores depend on distances only.
         rotation, local_rotation = (
-            None if angles is None else angles.build_rotation(length, device, sequence, layout)
+            None if angles is None else angles.build_rotation(length, device, sequence, layout, longest)
             for angles in (self.rotary_pos_emb, self.local_rotary_pos_emb)
         )
         if packed_seq_params is not None:
@@ -398,11 +400,12 @@ def _rotary_embeddings(
     interpolation, base = stretch
     base, rotary_percent = config.choose_rotary_base(base, rotary_percent)
     shape = (config.rotary_width, rotary_percent, config.rotates_neighbours)
-    everywhere = (
-        YarnRotaryEmbedding(*shape, interpolation, base, **_yarn_options(config))
-        if config.uses_yarn(kind)
-        else RotaryEmbedding(*shape, interpolation, base, *llama3_scaling)
-    )
+    if config.uses_yarn(kind):
+        everywhere: RotaryEmbedding = YarnRotaryEmbedding(*shape, interpolation, base, **_yarn_options(config))
+    elif config.longrope_short_factors is not None:
+        everywhere = LongRotaryEmbedding(shape, base, *config.get_longrope_options())
+    else:
+        everywhere = RotaryEmbedding(*shape, interpolation, base, *llama3_scaling)
     if config.rotary_base_local is None:
         return everywhere, None
     # Plain angles: windows are short, so that no stretching for long sequences applies to them.

@@ -81,9 +81,11 @@ class MoEFields(ArchitectureFields):
     """Divide the experts into so many groups; --moe-router-group-topk says of how many a token may use experts."""
     moe_router_group_topk: int | None = flag(None, minimum=1, kind="function", needs=(_EXPERTS, _CHOICE_BY_SCORE))
     """Groups whose best experts score highest, to which a token is limited (DeepSeek-V2 and V3)."""
-    moe_router_group_score: Literal["sum", "best"] = flag("sum", kind="function", needs=(_EXPERTS, _GROUP_TOPK))
+    moe_router_group_score: Literal["sum", "best", "two-best"] = flag(
+        "sum", kind="function", needs=(_EXPERTS, _GROUP_TOPK)
+    )
     """What a group of experts counts for a token: the sum of the scores of its k / groups best experts (DeepSeek-V3),
-    or the score of its best one (DeepSeek-V2)."""
+    the score of its best one (DeepSeek-V2), or the sum of its two best, whatever k and groups are."""
     moe_router_topk_scaling_factor: float | None = flag(None, above=0, kind="function", needs=_EXPERTS)
     """Factor on the weights of the chosen experts."""
     moe_router_dtype: str | None = flag(None, choices=("fp32", "fp64"), kind="numerics", needs=_EXPERTS)
@@ -339,6 +341,8 @@ class MoEFields(ArchitectureFields):
                 f"{self.say('moe_router_group_topk')} is more than {self.say('moe_router_num_groups')} or "
                 f"{self.say('moe_router_topk')}; use {min(groups, topk)} or fewer"
             )
+        elif groups == experts and self.moe_router_group_score == "two-best":
+            yield f"{self.say('moe_router_num_groups')} leaves one expert in each, and two-best counts two; use fewer"
         # Where groups are judged by their k / groups best experts, this also says that they have so many.
         elif groups and kept and kept * (experts // groups) < topk:
             yield (
@@ -386,6 +390,9 @@ class MoEFields(ArchitectureFields):
 
     def derive(self) -> None:
         super().derive()
+        # One word for one thing: these two are then the same.
+        if self.moe_router_group_score == "two-best" and self.moe_router_topk // (self.moe_router_group_topk or 1) == 2:
+            self.moe_router_group_score = "sum"
         if self.moe_token_dispatcher_type == "flex":
             self.moe_token_dispatcher_type = "alltoall"
         if self.moe_ffn_hidden_size is None:

@@ -23,6 +23,8 @@ _YARN = Needs(
 )
 # The scores of latent attention have a factor of these two whatever its positions are, as upstream has it.
 _STRETCHED = Needs("--position-embedding-type yarn", lambda run: _YARN.met(run) or run.multi_latent_attention)
+_PLAIN_ROTARY = Needs("--position-embedding-type rope", lambda run: run.position_embedding_type == "rope")
+_LONGROPE = Needs("--longrope-short-factors", lambda run: run.longrope_short_factors is not None)
 _SCALED = Needs("--use-rope-scaling", lambda run: run.use_rope_scaling)
 _SOME_WITHOUT = Needs("--no-rope-freq", lambda run: run.no_rope_freq is not None)
 _TEMPERATURE = Needs("--attn-temperature-scale", lambda run: run.attn_temperature_scale is not None)
@@ -83,6 +85,17 @@ class PositionFields(AttentionFields):
     mscale_all_dim: float = flag(0.0, minimum=0, kind="function", needs=_STRETCHED)
     """YaRN: the divisor's share, see --mscale. With --multi-latent-attention, scores are multiplied by the square of
     (0.1 x this x ln(factor) + 1)."""
+    longrope_short_factors: list[float] | None = flag(None, nargs="+", above=0, kind="function", needs=_PLAIN_ROTARY)
+    """Divide rotary frequencies by these, one for each pair of channels, in sequences of up to
+    --longrope-original-max-position-embeddings tokens (LongRoPE; Ding et al., 2024; Phi-3 and 4)."""
+    longrope_long_factors: list[float] | None = flag(None, nargs="+", above=0, kind="function", needs=_LONGROPE)
+    """The same for longer sequences: all their positions are divided by these."""
+    longrope_original_max_position_embeddings: int | None = flag(
+        None, minimum=1, unit="tokens", kind="function", needs=_LONGROPE
+    )
+    """Longest sequence that --longrope-short-factors are for."""
+    longrope_magnitude: float = flag(1.0, above=0, kind="function", needs=_LONGROPE)
+    """Factor on rotated queries and keys with LongRoPE; usually sqrt(1 + ln(factor) / ln(original length))."""
     no_rope_freq: int | list[int] | None = flag(None, parse=layer_pattern, kind="function", needs=ROTARY)
     """Layers without rotary positions: every n-th, or one entry per layer such as ([0]*3+[1])*2, 1 for none."""
     attn_temperature_scale: float | None = flag(None, above=0, kind="function", needs=(ROTARY, _SOME_WITHOUT))
@@ -126,8 +139,20 @@ class PositionFields(AttentionFields):
         kind = self.position_embedding_type if kind is None else kind
         return is_yarn(kind, self.rope_type, self.multi_latent_attention)
 
+    def get_longrope_options(self) -> tuple[list[float], list[float], int, float]:
+        """Short and long factors, the original length and the magnitude of LongRoPE; `problems` says that they are
+        there."""
+        short, long = self.longrope_short_factors, self.longrope_long_factors
+        original = self.longrope_original_max_position_embeddings
+        assert short is not None and long is not None and original is not None, (short, long, original)
+        return short, long, original, self.longrope_magnitude
+
     def problems(self) -> Iterator[str]:
         yield from super().problems()
+        if self.longrope_short_factors is not None:
+            for name in ("longrope_long_factors", "longrope_original_max_position_embeddings"):
+                if getattr(self, name) is None:
+                    yield f"--longrope-short-factors needs {self.flag(name)}; give both sets and the length"
         if self.rope_type == "rope" and self.position_embedding_type == "yarn":
             yield "--rope-type rope and --position-embedding-type yarn contradict each other; keep one"
         if self.attn_temperature_scale is not None and self.multi_latent_attention:

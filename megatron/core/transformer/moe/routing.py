@@ -129,8 +129,8 @@ def choose_best(
     """The k highest scores of each row, [T, E] -> [T, k] numbers of experts, the best first.
 
     With groups of neighbouring experts, only those of the `group_topk` groups are candidates whose k / group_topk best
-    scores add up highest (group_score "sum"; DeepSeek-V3, section 2.1.2), or whose best one is highest ("best";
-    DeepSeek-V2, section 2.2.2).
+    scores add up highest (group_score "sum"; DeepSeek-V3, section 2.1.2), whose two best do ("two-best"; the published
+    programs of DeepSeek-V3 and GLM 4.5), or whose best one is highest ("best"; DeepSeek-V2, section 2.2.2).
     """
     if num_groups and group_topk:
         # Groups are runs of neighbouring experts, which usually lie on one node: limiting groups limits the nodes of a
@@ -139,7 +139,8 @@ def choose_best(
         if group_score == "best":
             strengths = by_group.amax(dim=-1)
         else:
-            strengths = by_group.topk(k // group_topk, dim=-1).values.sum(dim=-1)
+            counted = 2 if group_score == "two-best" else k // group_topk
+            strengths = by_group.topk(counted, dim=-1).values.sum(dim=-1)
         admitted = torch.zeros_like(strengths, dtype=torch.bool)
         admitted.scatter_(1, strengths.topk(group_topk, dim=-1).indices, True)
         scores = by_group.masked_fill(~admitted.unsqueeze(-1), float("-inf")).flatten(1)

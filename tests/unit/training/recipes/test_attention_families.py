@@ -12,7 +12,8 @@ import torch
 from megatron.bridge.rows import join, list_names
 from megatron.core.transformer.attention import SelfAttention
 from megatron.training.recipes.families import OURS, ROTARY_SHARE, find_family
-from megatron.training.recipes.family import Row, build_flags, find_row
+from megatron.training.recipes.family import Row, find_row
+from megatron.training.recipes.family_flags import build_flags
 from tests.support.gpt_models import build_model
 from tests.support.huggingface_models import (
     SIZES,

@@ -91,9 +91,11 @@ class RotaryEmbedding(nn.Module):
         device: torch.device | None = None,
         cp_group: Group | None = None,
         layout: TokenLayout | None = None,
+        longest: int = 0,
     ) -> Rotation:
         """Cosines and sines of positions [0, length), or in generation of those of a layout, on `device`; of them those
-        that this rank holds, where the ranks of `cp_group` share the sequence."""
+        that this rank holds, where the ranks of `cp_group` share the sequence. longest: how long a sequence may become,
+        which changes nothing here."""
         end = length if layout is None else layout.longest
         device = self.inv_freq.device if device is None else device
         if self._table is None or self._table[0].shape[0] < end or self._table[0].device != device:

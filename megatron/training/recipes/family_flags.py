@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a config.json to flags, as the table of families says.
+
+fields -> every known one is judged: a number, a truth value, a list
+       -> completed: what the file leaves out means what the class in transformers takes for it
+       -> flags; a field that is no flag and changes the model must have the class's default
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megatron.core.errors import ConfigError
+from megatron.training.recipes.family import GROUP_LIMITED, ROPE_TYPES, Family, Setting
+
+ROPE = "rope_parameters"
+FULL = "full_attention"
+IDLE = frozenset(
+    """model_type architectures auto_map transformers_version torch_dtype dtype _name_or_path is_encoder_decoder
+    id2label label2id num_labels problem_type return_dict output_hidden_states output_attentions chunk_size_feed_forward
+    use_cache attn_implementation _attn_implementation initializer_range attention_dropout vocab_size bos_token_id
+    eos_token_id pad_token_id quantization_config output_router_logits router_aux_loss_coef pretraining_tp
+    resid_pdrop embd_pdrop attn_pdrop hidden_dropout classifier_dropout router_jitter_noise reorder_and_upcast_attn
+    summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout""".split()
+)
+"""Fields that change nothing in what a model computes, in any family, or are read elsewhere."""
+_ROPE_NUMBERS = frozenset(
+    """rope_theta partial_rotary_factor factor original_max_position_embeddings attention_factor beta_fast beta_slow
+    low_freq_factor high_freq_factor mscale mscale_all_dim""".split()
+)
+_ROPE_FIELDS = _ROPE_NUMBERS | {"rope_type", "type", "truncate", "short_factor", "long_factor"}
+_LARGEST = 2**53
+# Larger than any model's, so that a list with an entry for each stays small.
+_MOST = 10_000
+_Judge = Callable[[Any], bool]
+
+
+def build_flags(family: Family, config: Mapping[str, Any], *, with_sizes: bool = True) -> list[str]:
+    """The flags of a model whose config.json is `config`, each with its values: ["--swiglu", "--kv-channels 128", ...].
+
+    with_sizes: also those of the shape. The tokenizer's are not among them. Raises ConfigError where the model does
+    something that no flag of its family says.
+    """
+    config = complete_fields(family, config)
+    # A field that nothing here can follow is an error, never ignored: the converted model would compute something else.
+    _check(family, config, family.expects)
+    _check(family, config, {name: family.defaults[name] for name in list_pinned(family)})
+    # A flag, with its value if one follows.
+    flags = re.findall(r"--\S+(?: [^-\s]\S*)?", family.flags)
+    if family.is_rotary:
+        flags = [*_build_rope_flags(family, config), *flags]
+    settings = (*(family.sizes if with_sizes else ()), *family.settings)
+    # Two fields may say the same.
+    return list(
+        dict.fromkeys([*flags, *(flag for setting in settings for flag in _build_flag(family, config, setting))])
+    )
+
+
+def list_pinned(family: Family) -> list[str]:
+    """Fields of the family's class that change the model and are no flag: they must have the class's default."""
+    read = _list_read(family)
+    return [name for name in family.defaults if name not in read]
+
+
+def list_unknown(family: Family, config: Mapping[str, Any]) -> list[str]:
+    """Fields of a config.json that neither the family's class nor this program knows."""
+    known = _list_read(family) | {*IDLE, *family.defaults, *family.idle, *family.other_names, *family.expects}
+    if family.is_rotary:
+        known |= {ROPE, "rope_scaling", "partial_rotary_factor", "original_max_position_embeddings"}
+    ropes = [rope for name in (ROPE, "rope_scaling") for rope in _list_ropes(family, config.get(name))]
+    return sorted(set(config) - known) + sorted({f"{ROPE}.{name}" for rope in ropes for name in rope} - _ROPE_NAMES)
+
+
+_ROPE_NAMES = {f"{ROPE}.{name}" for name in _ROPE_FIELDS}
+
+
+def _list_read(family: Family) -> set[str]:
+    settings = (*family.sizes, *family.settings)
+    return {name for setting in settings for name in (*_list_fields(setting), setting.only_if) if name is not None}
+
+
+def _list_fields(setting: Setting) -> list[str]:
+    """The names of the fields of a config.json that a setting reads."""
+    return [name.partition(".")[0] for name in re.split(r"[|*]", setting.theirs)]
+
+
+def _list_ropes(family: Family, rope: object) -> list[Mapping[str, Any]]:
+    """Of `rope_parameters`, those of each kind of layer."""
+    if not isinstance(rope, Mapping):
+        return []
+    kinds = [rope[kind] for kind in family.rope if kind in rope] if FULL in family.rope else []
+    return [kind for kind in kinds if isinstance(kind, Mapping)] if kinds else [rope]
+
+
+# ---- judging what a file says, before any rule reads it
+
+
+def _is_number(value: Any, most: int = _LARGEST) -> bool:
+    # NaN is neither below nor above anything.
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= most
+
+
+def _is_list(of: _Judge) -> _Judge:
+    return lambda value: isinstance(value, list) and all(of(each) for each in value)
+
+
+_NUMBER = (_is_number, f"a number from 0 to {_LARGEST}")
+_COUNT = (lambda value: _is_number(value, _MOST), f"a number from 0 to {_MOST}")
+_SWITCH = (lambda value: isinstance(value, bool | int), "true or false")
+_WORD = (lambda value: isinstance(value, str), "a word")
+_WORDS = (_is_list(_WORD[0]), "a list of words")
+_NUMBERS = (_is_list(_is_number), "a list of numbers")
+_BY_FORM: Mapping[str, tuple[_Judge, str]] = {
+    "switch": _SWITCH, "inverted switch": _SWITCH, "window layers": _WORDS, "layers without positions": _NUMBERS,
+    "layers with experts": _NUMBERS, "group score": _WORD,
+}  # fmt: skip
+_BY_TYPE: Mapping[type, tuple[_Judge, str]] = {bool: _SWITCH, int: _NUMBER, float: _NUMBER, str: _WORD}
+_COUNTED = ("--num-layers", "--num-experts", "--mtp-num-layers")
+
+
+def _judge(family: Family, config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a field whose value is of another kind than any model's."""
+    kinds = {name: _BY_TYPE[type(value)] for name, value in family.defaults.items() if type(value) in _BY_TYPE}
+    needed = set()
+    for setting in (*family.sizes, *family.settings):
+        of_setting = _COUNT if setting.flag in _COUNTED else _BY_FORM.get(setting.form, _NUMBER)
+        for name in _list_fields(setting):
+            kinds[name] = of_setting
+            # null would become the flag's absence, which means another value.
+            if setting.needed or (
+                (setting in family.sizes or setting.default is not None) and family.defaults.get(name) is not None
+            ):
+                needed.add(name)
+        if setting.only_if is not None:
+            kinds[setting.only_if] = _SWITCH
+    kinds.pop(ROPE, None)
+    for name, (judge, expected) in kinds.items():
+        value = config.get(name, family.defaults.get(name))
+        if value is None and name not in needed:
+            continue
+        if not judge(value):
+            raise _refuse(family, name, value, f"it must be {expected}")
+    for name in (ROPE, "rope_scaling") if family.is_rotary else ():
+        if not isinstance(config.get(name) or {}, Mapping):
+            raise _refuse(family, name, config[name], "it must be an object with fields")
+        for rope in _list_ropes(family, config.get(name)):
+            for field, (judge, expected) in _ROPE_KINDS.items():
+                if rope.get(field) is not None and not judge(rope[field]):
+                    raise _refuse(family, f"{name}.{field}", rope[field], f"it must be {expected}")
+
+
+_ROPE_KINDS = {
+    **dict.fromkeys(sorted(_ROPE_NUMBERS), _NUMBER), "short_factor": _NUMBERS, "long_factor": _NUMBERS,
+    "truncate": _SWITCH, "rope_type": _WORD, "type": _WORD,
+}  # fmt: skip
+
+
+def _refuse(family: Family, name: str, value: object, expected: str) -> ConfigError:
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
+    return ConfigError(f"{family.name}: {name} is {shown} in its config.json; {expected}")
+
+
+def _check(family: Family, fields: Mapping[str, Any], expects: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a field with another value than the only one that is known."""
+    for name, expected in expects.items():
+        found = fields.get(name, expected)
+        # null, false and an empty list say the same.
+        if found != expected and not (_says_nothing(found) and _says_nothing(expected)):
+            raise _refuse(family, name, found, f"only {expected!r} is known")
+
+
+def _says_nothing(value: object) -> bool:
+    return value is None or value is False or value == []
+
+
+# ---- what a file leaves out
+
+
+def complete_fields(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
+    """All fields that the family's class in transformers has for a config.json, by their names there; those of rotary
+    positions in `rope_parameters`. Raises ConfigError for a value that no model has, and for two that contradict."""
+    fields = dict(config)
+    for other, name in family.other_names.items():
+        if other in fields:
+            value = fields.pop(other)
+            if fields.setdefault(name, value) != value:
+                raise _refuse(family, name, fields[name], f"and {other}, another name of it, is {value!r}; keep one")
+    _judge(family, fields)
+    fields = {**family.defaults, **fields}
+    if family.complete is not None:
+        fields = dict(family.complete(fields))
+    if family.is_rotary:
+        _complete_rope(family, fields)
+    return fields
+
+
+def _complete_rope(family: Family, fields: dict[str, Any]) -> None:
+    """Make `rope_parameters` of what transformers 5 and earlier releases write."""
+    by_kind, scaling, given = FULL in family.rope, fields.pop("rope_scaling", None), fields.get(ROPE) or {}
+    # The layers with a window are never stretched.
+    rope = {**(given.get(FULL) or {}), **(scaling or {})} if by_kind else dict(scaling or given)
+    rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
+    original = fields.pop("original_max_position_embeddings", None) or rope.get("original_max_position_embeddings")
+    longest = fields.get("max_position_embeddings") or 0
+    if rope["rope_type"] in ("llama3", "yarn", "longrope"):
+        rope["original_max_position_embeddings"] = original or longest
+    if rope["rope_type"] in ("yarn", "longrope"):
+        rope["factor"] = rope.get("factor") or longest / rope["original_max_position_embeddings"]
+    if rope["rope_type"] == "longrope":
+        rope["attention_factor"] = rope.get("attention_factor") or _compute_longrope_magnitude(rope)
+    fields[ROPE] = {**given, FULL: rope} if by_kind else rope
+    share = rope.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
+    reads_share = any("partial_rotary_factor" in setting.theirs for setting in family.settings)
+    if share not in (None, 1.0) and not reads_share:
+        raise _refuse(family, "partial_rotary_factor", share, "only 1.0 is known")
+
+
+def _compute_longrope_magnitude(rope: Mapping[str, Any]) -> float:
+    """The factor on rotated channels (Ding et al., "LongRoPE", 2024): sqrt(1 + ln(factor) / ln(original length))."""
+    factor, original = rope["factor"], rope["original_max_position_embeddings"]
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+
+
+# ---- flags
+
+
+def _build_rope_flags(family: Family, config: Mapping[str, Any]) -> list[str]:
+    rope, local = config[ROPE], None
+    if FULL in family.rope:
+        rope, local = rope[FULL], rope.get("sliding_attention") or {}
+    kind = rope["rope_type"]
+    if kind not in ROPE_TYPES:
+        raise ConfigError(
+            f"{family.name}: rotary positions of the type {kind} are not known; known are {', '.join(ROPE_TYPES)}"
+        )
+    if local is not None and (local.get("rope_type") or "default") != "default":
+        raise _refuse(family, f"{ROPE}.sliding_attention.rope_type", local["rope_type"], "only 'default' is known")
+    flags, settings, expects = ROPE_TYPES[kind]
+    _check(family, rope, expects)
+    for setting in settings:
+        if setting.needed and rope.get(setting.theirs) is None:
+            raise _refuse(family, f"{ROPE}.{setting.theirs}", None, f"positions of the type {kind} need it")
+    # Theirs takes no account of one without the other.
+    mscale, everywhere = rope.get("mscale"), rope.get("mscale_all_dim")
+    if (everywhere and not mscale) or (mscale not in (None, 1.0) and not everywhere):
+        given, missing = ("mscale_all_dim", "mscale") if everywhere else ("mscale", "mscale_all_dim")
+        raise ConfigError(f"{family.name}: {given} {rope[given]} without {missing} has no meaning; give both")
+    # With latent attention rope alone means YaRN.
+    if kind != "yarn" and "--multi-latent-attention" in family.flags:
+        flags += " --rope-type rope"
+    given = re.findall(r"--\S+(?: [^-\s]\S*)?", flags)
+    return [*given, *(flag for setting in settings for flag in _build_flag(family, rope, setting))]
+
+
+def _find(family: Family, config: Mapping[str, Any], names: str) -> Any:
+    """The first of the fields `a|b|c` that is there; None where none is. A dot leads into a field that has fields."""
+    for fields in (config, {ROPE: family.rope}):
+        for name in names.split("|"):
+            value: Any = fields
+            for part in name.split("."):
+                value = value.get(part) if isinstance(value, Mapping) else None
+            if value is not None:
+                return value
+    return None
+
+
+def _build_flag(family: Family, config: Mapping[str, Any], setting: Setting) -> list[str]:
+    """The flag of one setting; nothing where its absence means the same."""
+    if setting.only_if is not None and not _find(family, config, setting.only_if):
+        return []
+    factors = [_find(family, config, name) for name in setting.theirs.split("*")]
+    if any(factor is None for factor in factors):
+        return []
+    value = factors[0] * factors[1] if len(factors) == 2 else factors[0]
+    # The default of an inverted switch is a value of theirs; what it means for the flag is decided below.
+    if value == setting.default and setting.form not in ("inverted switch", "groups"):
+        return []
+    match setting.form:
+        case "switch":
+            return [" ".join(filter(None, [setting.flag, setting.word]))] if value else []
+        case "inverted switch":
+            return [] if value else [setting.flag]
+        case "query groups":
+            return [f"--group-query-attention {setting.flag} {value}"]
+        case "window":
+            if value < 1:
+                raise _refuse(family, setting.theirs, value, "a window has 1 token or more")
+            # Theirs counts the token itself, ours the tokens before and behind it.
+            return [f"{setting.flag} {int(value) - 1},0"]
+        case "window layers":
+            sees_all = [kind == FULL for kind in _judge_layers(family, config, setting, value)]
+            return [f"{setting.flag} {_describe_pattern(sees_all, '0', '1')}"] if any(sees_all) else []
+        case "layers without positions":
+            has_none = [not has_positions for has_positions in _judge_layers(family, config, setting, value)]
+            pattern = _describe_pattern(has_none, "1", "0", divides=True) if any(has_none) else None
+            return [] if pattern is None else [f"{setting.flag} {pattern}"]
+        case "dense layers first":
+            return [f"{setting.flag} [0]*{value}+[1]*{config['num_hidden_layers'] - value}"]
+        case "layers with experts":
+            has_experts = [index in value for index in range(config["num_hidden_layers"])]
+            return [] if all(has_experts) else [f"{setting.flag} {_describe_period(has_experts)}"]
+        case "groups" | "two best" if (config["n_group"], config["topk_group"]) == (1, 1):
+            return []
+        case "group score":
+            if value != GROUP_LIMITED:
+                raise _refuse(
+                    family, setting.theirs, value, f"only {setting.default!r} and {GROUP_LIMITED!r} are known"
+                )
+            return [f"{setting.flag} best"]
+        case "two best":
+            # What our own rule, as many of the best as a token uses of a group, would come to.
+            return [] if config["num_experts_per_tok"] // value == 2 else [f"{setting.flag} two-best"]
+        case "factors":
+            return [" ".join([setting.flag, *map(_describe_number, value)])]
+        # The last two forms only change the value; it is written below, like a number.
+        case "root":
+            value = value**0.5
+        case "inverse root":
+            value = value**-0.5
+    return [f"{setting.flag} {_describe_number(value)}"]
+
+
+def _describe_number(value: float) -> str:
+    return str(int(value) if value == int(value) else value)
+
+
+def _judge_layers(family: Family, config: Mapping[str, Any], setting: Setting, value: Sequence[Any]) -> Sequence[Any]:
+    """An entry for each layer. Raises ConfigError for other lists, and for kinds of layers that the family has not."""
+    layers = config.get("num_hidden_layers")
+    if len(value) != layers:
+        raise _refuse(family, setting.theirs, value, f"it must have an entry for each of the {layers} layers")
+    chunked = any(other.flag == "--attention-chunk-size" for other in family.settings)
+    known = (FULL, "chunked_attention" if chunked else "sliding_attention")
+    if setting.form == "window layers" and not set(value) <= set(known):
+        raise _refuse(family, setting.theirs, value, f"only {known[0]!r} and {known[1]!r} are known")
+    return value
+
+
+def _describe_pattern(is_other: Sequence[bool], other: str, usual: str, *, divides: bool = False) -> str:
+    """Which layers are not like the others: n for every n-th, or an entry for each layer.
+
+    divides: n must divide the number of layers.
+    """
+    # A single number where possible: it also fits a model with more layers.
+    period = is_other.index(True) + 1
+    may_repeat = not divides or len(is_other) % period == 0
+    if may_repeat and list(is_other) == [(index + 1) % period == 0 for index in range(len(is_other))]:
+        return str(period)
+    return f"[{','.join(other if entry else usual for entry in is_other)}]"
+
+
+def _describe_period(holds: Sequence[bool]) -> str:
+    """An entry for each layer, 1 where it holds, written as a period and how often it comes."""
+    size = len(holds)
+    period = next(n for n in range(1, size + 1) if size % n == 0 and list(holds) == list(holds[:n]) * (size // n))
+    return f"[{','.join(str(int(entry)) for entry in holds[:period])}]*{size // period}"
