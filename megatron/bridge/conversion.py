@@ -56,6 +56,7 @@ from megatron.training.checkpoint.tokenizer_assets import list_tokenizer_files
 from megatron.training.config.container import RunConfig
 from megatron.training.recipes.families import FAMILIES, find_family
 from megatron.training.recipes.family import Family, find_row
+from megatron.training.recipes.family_flags import list_unknown
 from megatron.training.recipes.hf_config import (
     CONFIG_JSON,
     PREDICTION,
@@ -150,6 +151,8 @@ def open_source(
     dtype = max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
     config = read_settings(fields, where, dtype, tensor_ranks=tensor_ranks, stages=stages, families=families)
     family = find_family(str(fields["model_type"]), families)
+    if unknown := list_unknown(family, fields):
+        notes = [*notes, f"fields of config.json that no {family.name} model has are passed over: {', '.join(unknown)}"]
     entries = [
         # Not every file with further layers has these copies.
         dataclasses.replace(entry, copies=tuple(name for name in entry.copies if name in tensors.contents))

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from megatron.bridge.checkpoints import fresh_directory
-from megatron.bridge.conversion import Source, open_source, write_hf_directory
+from megatron.bridge.conversion import CARRIED, Source, open_source, write_hf_directory
 from megatron.bridge.entries import Entry, count_values, list_entries
 from megatron.bridge.progress import Progress
 from megatron.bridge.settings import build_config_json
@@ -27,6 +27,7 @@ from megatron.bridge.tensor_files import is_written_by_a_run
 from megatron.bridge.weight_stream import WeightStream
 from megatron.core.collectives import all_gather_object
 from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_rank
+from megatron.core.dist_checkpointing.directory import find_directory
 from megatron.core.dist_checkpointing.durable import storage_errors, sync_directory
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.dist_checkpointing.validation import KeyReport, judge_wanted, list_wanted
@@ -58,6 +59,14 @@ class HuggingFaceFiles:
         predicts = config.model.mtp_num_layers is not None
         source = open_source(directory, asked_by="--load", families=self._families, with_prediction=predicts)
         return HuggingFaceModel(source)
+
+    def list_attachments(self, config: RunConfig) -> dict[str, Path]:
+        """Name in a checkpoint -> file: config.json and generation config of the model that the run started from."""
+        origin = find_origin(config)
+        names = () if origin is None else (CONFIG_JSON, GENERATION_CONFIG)
+        return {
+            f"{CARRIED}/{name}": origin / name for name in names if origin is not None and (origin / name).is_file()
+        }
 
     def prepare_save(self, config: RunConfig, vocab_size: int, directory: Path) -> None:
         """Raise ConfigError for a model that no family computes, and for a directory that must not be replaced."""
@@ -156,9 +165,16 @@ def describe_run(
 
 
 def find_origin(config: RunConfig) -> Path | None:
-    """The Hugging Face directory that a run's command line starts from."""
+    """The Hugging Face directory that a run's command line starts from, or what the checkpoint that it starts from
+    carries of one."""
     checkpoint = config.checkpoint
-    return find_hf_directory(checkpoint.load) or find_hf_directory(checkpoint.pretrained_checkpoint)
+    for place, step in ((checkpoint.load, checkpoint.ckpt_step), (checkpoint.pretrained_checkpoint, None)):
+        if (directory := find_hf_directory(place)) is not None:
+            return directory
+        found = None if place is None else find_directory(Path(place), step)
+        if found is not None and (found / CARRIED / CONFIG_JSON).is_file():
+            return found / CARRIED
+    return None
 
 
 def list_files(config: RunConfig) -> dict[str, Path]:

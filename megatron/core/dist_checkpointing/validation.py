@@ -109,8 +109,17 @@ def list_wanted(
             sources[tensor.key] = key
         else:
             ours = _shape_text(tensor.global_shape, tensor.valid_rows)
-            mismatched.append(f"{key} is {_shape_text(shape, rows)} in the checkpoint, {ours} in the model")
+            remedy = _advise_rows(tensor, shape, rows)
+            mismatched.append(f"{key} is {_shape_text(shape, rows)} in the checkpoint, {ours} in the model{remedy}")
     return WantedTensors(frozenset(keys), frozenset(sources.values()), lacking, tuple(mismatched)), sources
+
+
+def _advise_rows(tensor: ShardedTensor, shape: tuple[int, ...], saved_valid_rows: int | None) -> str:
+    """How a vocabulary that fits into the checkpoint's rows is told to use them all; nothing for other tensors."""
+    rows = saved_valid_rows or shape[0] if shape else 0
+    if tensor.valid_rows is None or tensor.valid_rows >= rows or shape[1:] != tensor.global_shape[1:]:
+        return ""
+    return f" (--use-checkpoint-args, or --vocab-size {rows}, takes all rows of the checkpoint)"
 
 
 def judge_wanted(

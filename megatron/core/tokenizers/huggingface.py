@@ -19,6 +19,8 @@ import tokenizers
 from megatron.core.errors import ConfigError, DataError
 from megatron.core.tokenizers.base import Tokenizer
 
+LARGEST_ID = 2**31 - 1
+"""Tokens are stored as int32 at most."""
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Special tokens that a tokenizer_config.json can name, in the order in which new ones get their ids."""
 
@@ -135,6 +137,7 @@ def huggingface_tokenizer(
     json_path = path / "tokenizer.json" if path.is_dir() else path
     if not json_path.is_file():
         raise ConfigError(_missing(model, json_path))
+    _check_ids(json_path)
     backend = read(json_path, lambda: tokenizers.Tokenizer.from_file(str(json_path)))
     config = {
         **_read_json_object(json_path.with_name("special_tokens_map.json")),
@@ -167,6 +170,7 @@ def gpt2_bpe_tokenizer(
     for flag, name in (("--vocab-file", vocab_file), ("--merge-file", merge_file)):
         if not Path(name).is_file():
             raise ConfigError(f"{flag} {name}: no such file; GPT2BPETokenizer reads vocab.json and merges.txt")
+    _check_ids(Path(vocab_file))
     model = read(Path(vocab_file), lambda: tokenizers.models.BPE.from_file(vocab_file, merge_file), f" or {merge_file}")
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -179,6 +183,26 @@ def gpt2_bpe_tokenizer(
         digest=f"{digest_files(Path(vocab_file), Path(merge_file))} {list(more_special_tokens)}",
         include_special_tokens=include_special_tokens,
     )
+
+
+def _check_ids(path: Path) -> None:
+    """Raise DataError for a token id that no dataset can hold: the libraries abort the process, wait, or leave the
+    token out. What is no JSON object is left to them."""
+    try:
+        content = json.loads(path.read_bytes())
+        model = content.get("model", content)
+        added = content.get("added_tokens") if model is not content else ()
+        vocabulary = model.get("vocab", {}) if model is not content else content
+    except (OSError, ValueError, RecursionError, AttributeError):
+        return
+    numbered = list(vocabulary.items()) if isinstance(vocabulary, dict) else []
+    numbered += [(each.get("content"), each.get("id")) for each in added or () if isinstance(each, dict)]
+    for token, number in numbered:
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= LARGEST_ID:
+            raise DataError(
+                f"{path}: the token {str(token)[:40]!r} has the id {str(number)[:40]}; ids are whole numbers from 0 to "
+                f"{LARGEST_ID}: fetch or train the tokenizer again"
+            )
 
 
 def _missing(model: str, json_path: Path) -> str:

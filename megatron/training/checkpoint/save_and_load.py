@@ -122,6 +122,8 @@ def save_checkpoint(
         root = non_persistent_root
     # With it a checkpoint can be used where the tokenizer's own directory does not exist.
     attachments = list_tokenizer_files(run.config.tokenizer) if settings.save_tokenizer_assets else {}
+    if run.recipe.foreign_files is not None:
+        attachments |= run.recipe.foreign_files.list_attachments(run.config)
     save = serialization.save if saver is None else saver.start
     reach("state-gathered")
     path = save(

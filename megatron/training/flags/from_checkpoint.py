@@ -43,7 +43,7 @@ from megatron.training.recipes.hf_config import (
     read_model_fields,
 )
 
-_DOCUMENT = "config.json"
+_DOCUMENT, _TENSORS = "config.json", "tensors.json"
 # Classes whose fields say what the model is.
 _MODEL = (
     ArchitectureFields, AttentionFields, LatentAttentionFields, PositionFields, MoEFields, MTPFields, MuPFields,
@@ -106,7 +106,16 @@ def _enter(parsed: ParsedFlags, path: Path, given: dict[str, Any]) -> None:
         tokenizer = _tokenizer(stored["tokenizer"], path)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{path / _DOCUMENT} holds no settings that can be used ({error})") from error
-    _enter_values(parsed, values, tokenizer, given)
+    _enter_values(parsed, values, tokenizer, given, _read_rows(path))
+
+
+def _read_rows(path: Path) -> int | None:
+    """Tokens that a checkpoint has a row for; None where it does not say."""
+    try:
+        rows = json.loads(read_file(path / _TENSORS))["valid_rows"].get("embedding.word_embeddings.weight")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+    return rows if type(rows) is int else None
 
 
 def _enter_hugging_face(parsed: ParsedFlags, directory: Path, given: dict[str, Any]) -> None:
@@ -152,9 +161,14 @@ def _enter_upstream(parsed: ParsedFlags, root: Path, given: dict[str, Any]) -> b
 
 
 def _enter_values(
-    parsed: ParsedFlags, values: dict[str, Any], tokenizer: dict[str, Any], given: dict[str, Any]
+    parsed: ParsedFlags,
+    values: dict[str, Any],
+    tokenizer: dict[str, Any],
+    given: dict[str, Any],
+    rows: int | None = None,
 ) -> None:
-    """Enter the values that are wanted and that nobody has given; note those where the command line wins."""
+    """Enter the values that are wanted and that nobody has given; note those where the command line wins. rows: of the
+    checkpoint's embedding."""
     wanted = list_model_settings() | {"seq_length"}
     if given.get("use_mp_args_from_checkpoint_args"):
         wanted |= {"tensor_model_parallel_size", "pipeline_model_parallel_size"}
@@ -162,6 +176,10 @@ def _enter_values(
     if given.get("use_tokenizer_model_from_checkpoint_args", True) and "tokenizer_type" not in given:
         wanted |= set(tokenizer)
         values = values | tokenizer
+    elif rows is not None:
+        # Published models have more rows than tokens.
+        wanted |= {"vocab_size"}
+        values = values | {"vocab_size": rows}
     for flag in declared_flags():
         value = values.get(flag.dest)
         if flag.dest not in wanted or value is None:

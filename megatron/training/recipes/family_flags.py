@@ -32,7 +32,7 @@ _ROPE_NUMBERS = frozenset(
     low_freq_factor high_freq_factor mscale mscale_all_dim""".split()
 )
 _ROPE_FIELDS = _ROPE_NUMBERS | {"rope_type", "type", "truncate", "short_factor", "long_factor"}
-_LARGEST = 2**53
+_LARGEST, _SMALLEST = 2**53, 2.0**-126
 # Larger than any model's, so that a list with an entry for each stays small.
 _MOST = 10_000
 _Judge = Callable[[Any], bool]
@@ -99,8 +99,10 @@ def _list_ropes(family: Family, rope: object) -> list[Mapping[str, Any]]:
 
 
 def _is_number(value: Any, most: int = _LARGEST) -> bool:
-    # NaN is neither below nor above anything.
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= most
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    # NaN is neither below nor above anything; what float32 cannot hold would become nothing somewhere.
+    return value == 0 or _SMALLEST <= value <= most
 
 
 def _is_list(of: _Judge) -> _Judge:
@@ -249,6 +251,10 @@ def _build_rope_flags(family: Family, config: Mapping[str, Any]) -> list[str]:
     if (everywhere and not mscale) or (mscale not in (None, 1.0) and not everywhere):
         given, missing = ("mscale_all_dim", "mscale") if everywhere else ("mscale", "mscale_all_dim")
         raise ConfigError(f"{family.name}: {given} {rope[given]} without {missing} has no meaning; give both")
+    if everywhere and kind != "yarn" and "--multi-latent-attention" in family.flags:
+        raise _refuse(
+            family, f"{ROPE}.mscale_all_dim", everywhere, f"with positions of the type {kind} only 0 is known"
+        )
     # With latent attention rope alone means YaRN.
     if kind != "yarn" and "--multi-latent-attention" in family.flags:
         flags += " --rope-type rope"

@@ -71,6 +71,9 @@ class ForeignFiles(Protocol):
     def open(self, directory: Path, config: RunConfig) -> ForeignModel:
         """Look at a directory whose weights a run with this config is to take. Raises CheckpointError, ConfigError."""
 
+    def list_attachments(self, config: RunConfig) -> Mapping[str, Path]:
+        """Name in the run's checkpoints -> file of the model it started from that they carry along."""
+
     def prepare_save(self, config: RunConfig, vocab_size: int, directory: Path) -> None:
         """Before training: raise ConfigError where this model cannot be written, or not there."""
 

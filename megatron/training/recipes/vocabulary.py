@@ -32,6 +32,11 @@ def compute_vocab_size(config: RunConfig, tokenizer: Tokenizer) -> int:
     # Scripts give the size of the vocabulary file, which does not count the extra ids.
     if requested is None or requested == tokenizer.vocab_size - config.tokenizer.vocab_extra_ids:
         return tokenizer.vocab_size
+    if requested < tokenizer.vocab_size and config.sources.get("--vocab-size") == "checkpoint":
+        raise ConfigError(
+            f"--use-checkpoint-args: the checkpoint has rows for {requested} tokens, and the tokenizer has "
+            f"{tokenizer.vocab_size}; give the tokenizer that it was trained with, or a smaller one"
+        )
     if requested < tokenizer.vocab_size:
         raise ConfigError(
             f"--vocab-size {requested} does not hold the {tokenizer.vocab_size} tokens of the tokenizer; leave it out"

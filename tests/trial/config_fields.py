@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every field of every family's config.json, changed alone: does our model follow, or is the file refused?
+
+A case is a tiny random model of Hugging Face transformers whose config.json has one field changed, left out, or set to
+what no model has. The class of transformers reads the file, and so do our tables; the same weights must then give the
+same logits. A file that we refuse is refused in a sentence; one that the class refuses may be.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.core.errors import MegatronError
+from megatron.training.recipes.families import FAMILIES, find_family
+from megatron.training.recipes.family import Family
+from megatron.training.recipes.family_flags import IDLE, build_flags
+from megatron.training.recipes.hf_config import keep_stored_prediction
+from tests.trial.verdict import Verdict
+from tests.unit.huggingface_models import SIZES, assert_same_logits, randomised
+
+ABSENT = "(left out)"
+_LATENT = {
+    "kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14, "num_key_value_heads": 4,
+    "n_routed_experts": 16, "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 1,
+    "num_experts_per_tok": 4, "q_lora_rank": 20,
+}  # fmt: skip
+_GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 16, "sliding_window": 6, "tie_word_embeddings": True}
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+BASES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4},
+    "llama": {}, "mistral": {"sliding_window": 6}, "olmo2": {}, "smollm3": {"bos_token_id": 1, "eos_token_id": 2},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+    "qwen3": {"head_dim": 12}, "phi3": {"partial_rotary_factor": 0.5}, "gemma": {"head_dim": 12}, "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA, "nemotron": {}, "gpt_neox": {},
+    "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 12, "sliding_window": 6},
+    "mixtral": {"num_local_experts": 4}, "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 40},
+    "qwen3_moe": _EXPERTS | {"head_dim": 12},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 3, "num_key_value_heads": 4},
+    "deepseek_v2": _LATENT | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    "deepseek_v3": _LATENT | {"n_group": 4, "topk_group": 2},
+    "glm4_moe": {
+        "n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2,
+        "head_dim": 8,
+    },
+    "llama4_text": {
+        "intermediate_size_mlp": 80, "num_local_experts": 4, "head_dim": 12, "attention_chunk_size": 6,
+        "floor_scale": 3, "attn_scale": 0.5,
+    },
+}  # fmt: skip
+"""Settings of a tiny model of each type, beside `SIZES`."""
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 4.0},
+    "llama3": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
+    "longrope": {"factor": 4.0, "original_max_position_embeddings": 16},
+    "dynamic": {"factor": 4.0},
+}  # fmt: skip
+HOSTILE: tuple[Any, ...] = (
+    math.nan, math.inf, -1, -0.5, "six", "", [], {}, [1], {"a": 1}, True, None, 0, 10**30, 1e300, 1e-300,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FieldCase:
+    """One config.json."""
+
+    model_type: str
+    changes: tuple[tuple[str, Any], ...]
+    """Field and value; a dot leads into `rope_parameters`."""
+
+    def text(self) -> str:
+        """As a person would say it."""
+        return f"{self.model_type}: " + ", ".join(f"{name} {value!r}" for name, value in self.changes)
+
+
+def read_config(model_type: str, fields: dict[str, Any]) -> Any:
+    """What the class of transformers makes of the fields of a config.json."""
+    from transformers import AutoConfig
+
+    return type(AutoConfig.for_model(model_type)).from_dict(copy.deepcopy(fields))
+
+
+def write_fields(model_type: str) -> dict[str, Any]:
+    """The config.json of the tiny model, as transformers writes it."""
+    sizes = {"vocab_size": 96, "pad_token_id": 0} if model_type == "gpt2" else SIZES
+    # In the files, and not in what the class keeps: a window that is switched off, how often layers come.
+    given = sizes | BASES[model_type]
+    return json.loads(json.dumps(read_config(model_type, given).to_dict() | given, default=str))
+
+
+def list_values(model_type: str, name: str, value: Any) -> list[Any]:
+    """Values of a field that a model may have."""
+    layers = SIZES["num_hidden_layers"]
+    if name == "layer_types":
+        local = "chunked_attention" if model_type == "llama4_text" else "sliding_attention"
+        return [["full_attention"] * layers, [local] * layers, [local, "full_attention"] * (layers // 2),
+                ["full_attention", local, local, local], ["full_attention"], ["linear_attention"] * layers]  # fmt: skip
+    if name == "no_rope_layers":
+        return [[1] * layers, [0, 1, 1, 1], [1, 0] * (layers // 2), [0] * layers, [1]]
+    if name in ("moe_layers", "mlp_only_layers"):
+        return [[0], [1, 3], [0, 1, 2, 3], []]
+    if name == "rope_parameters":
+        return []
+    if name == "topk_method":
+        return ["greedy", "group_limited_greedy", "noaux_tc"]
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, str):
+        return ["gelu", "relu2", "silu", "gelu_pytorch_tanh"]
+    if isinstance(value, float):
+        return [value * 0.5, value * 3]
+    # In narrower layers rounding alone makes a difference.
+    return [8, 12, 16, 64] if "size" in name or "embd" in name else [1, 2, 3, 4, 8, 12]
+
+
+def list_cases() -> Iterator[FieldCase]:
+    """Each field of each family: other values, left out, and what no model has."""
+    for family in FAMILIES:
+        fields = write_fields(family.model_type)
+        names = dict.fromkeys([*family.defaults, *fields, "rope_theta", "partial_rotary_factor", "rope_scaling"])
+        for name in names:
+            if name in ("model_type", "vocab_size", "dtype", "architectures", "transformers_version"):
+                continue
+            values = list_values(family.model_type, name, fields.get(name))
+            if name not in IDLE:
+                values += HOSTILE
+            if name not in _SIZES:
+                values.append(ABSENT)
+            yield from (FieldCase(family.model_type, ((name, value),)) for value in values)
+        if family.is_rotary:
+            yield from _list_ropes(family)
+
+
+_SIZES = {*SIZES, "n_positions", "n_embd", "n_layer", "n_head", "n_routed_experts", "moe_intermediate_size",
+          "intermediate_size_mlp", "shared_expert_intermediate_size", "kv_lora_rank", "q_lora_rank"}  # fmt: skip
+
+
+def _list_ropes(family: Family) -> Iterator[FieldCase]:
+    """Each kind of rotary positions, in both forms, and each of its fields."""
+    config = read_config(family.model_type, write_fields(family.model_type))
+    for kind, rope in ROPES.items():
+        full = {"rope_type": kind, "rope_theta": 1000.0, **rope}
+        if kind == "longrope":
+            pairs = _count_pairs(family, config)
+            full |= {
+                "short_factor": [1.0 + n / 8 for n in range(pairs)],
+                "long_factor": [2.0 + n for n in range(pairs)],
+            }
+        by_layer = "full_attention" in family.rope
+        for changed in ({}, {"mscale": 0.7}, {"mscale_all_dim": 0.9}, {"mscale": 0.7, "mscale_all_dim": 0.9},
+                        {"attention_factor": 1.5}, {"truncate": False}, {"beta_fast": 4.0, "beta_slow": 0.5},
+                        {"factor": None}, {"factor": math.inf}, {"factor": "2"}, {"rope_theta": math.nan},
+                        {"original_max_position_embeddings": None}, {"partial_rotary_factor": 0.5},
+                        {"short_factor": None}, {"rope_theta": -1.0}, {"what": 1}):  # fmt: skip
+            fields = {name: value for name, value in (full | changed).items() if value is not None}
+            nested = {"full_attention": fields, "sliding_attention": {"rope_type": "default"}} if by_layer else fields
+            yield FieldCase(family.model_type, (("rope_parameters", nested),))
+        yield FieldCase(family.model_type, (("rope_parameters", ABSENT), ("rope_scaling", {**full, "type": kind})))
+
+
+def _count_pairs(family: Family, config: Any) -> int:
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    return int(width * rope.get("partial_rotary_factor", 1.0)) // 2
+
+
+def draw_fields(seed: int) -> FieldCase:
+    """Two or three fields changed together."""
+    rng = random.Random(f"fields {seed}")
+    chosen = rng.choice(FAMILIES).model_type
+    cases = [case for case in _cases_of(chosen) if case.changes[0][1] not in ("", "six", [], {})]
+    picked = {case.changes[0][0]: case.changes[0][1] for case in rng.sample(cases, rng.randint(2, 3))}
+    return FieldCase(chosen, tuple(picked.items()))
+
+
+def _cases_of(model_type: str) -> list[FieldCase]:
+    return [case for case in list_cases() if case.model_type == model_type]
+
+
+def judge_fields(case: FieldCase) -> Verdict:
+    """Build both models and compare. A case of which a part takes no sense is "refused"."""
+    fields = write_fields(case.model_type)
+    for name, value in case.changes:
+        fields.pop(name, None)
+        if value is not ABSENT:
+            fields[name] = value
+    command = f"config.json: {case.text()}"
+    family = find_family(case.model_type)
+    try:
+        # transformers' models have no layers of multi-token prediction, whatever their config says.
+        flags = build_flags(family, keep_stored_prediction(fields, ()))
+    except MegatronError as error:
+        return Verdict("refused", str(error), command)
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        # What hf_config.py makes a sentence of.
+        return Verdict("refused", f"{type(error).__name__}: {error}", command)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            hf = _build_theirs(family, fields)
+    except Exception as error:  # of transformers, which raises almost anything
+        return Verdict("refused", f"transformers: {type(error).__name__}: {error}".splitlines()[0], command)
+    try:
+        assert_same_logits(hf, flags, family)
+    except MegatronError as error:
+        return Verdict("refused", str(error), command)
+    except AssertionError as error:
+        if "logits so small" in str(error):
+            return Verdict("refused", str(error), command)
+        return Verdict("fault", f"{error} with {' '.join(flags)}", command)
+    return Verdict("ran", "same logits", command)
+
+
+def _build_theirs(family: Family, fields: dict[str, Any]) -> Any:
+    """A tiny random model of transformers, which has run once."""
+    import transformers
+
+    config = read_config(family.model_type, fields)
+    config._attn_implementation = "eager"
+    hf = randomised(getattr(transformers, family.model_class)(config))
+    for name, buffer in hf.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.2 * torch.randn(buffer.shape, generator=torch.Generator().manual_seed(3)))
+    with torch.no_grad():
+        logits = hf(input_ids=torch.arange(1, 25)[None], use_cache=False).logits
+    if not logits.isfinite().all():
+        raise ValueError("logits are not finite")
+    return hf
