@@ -38,7 +38,7 @@ def compare_logits(theirs: Path, ours: Path, families: Sequence[Family] = FAMILI
     Raises CheckpointError where the logits differ.
     """
     if not available("transformers"):
-        return "logits not compared: the Python package transformers is not installed"
+        return "not verified: logits, as the Python package transformers is not installed"
     checkpoint = OpenCheckpoint(ours)
     fields = read_model_fields(theirs / "config.json")
     vocab_size = int(fields["vocab_size"])
@@ -46,13 +46,13 @@ def compare_logits(theirs: Path, ours: Path, families: Sequence[Family] = FAMILI
     values = count_values(list_entries(find_family(fields["model_type"], families), config, vocab_size))
     if values > _LARGEST_MODEL:
         size = f"{values / 1e9:.1f} billion parameters twice in float32"
-        return f"logits not compared: {size}"
+        return f"not verified: logits, which would take {size}"
     ids = torch.randint(vocab_size, (2, _TOKENS), generator=torch.Generator().manual_seed(1))
     try:
         expected = _compute_theirs(theirs, ids)
     except Exception as error:  # of transformers: a release that does not know the model raises almost anything
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        return f"logits not compared: transformers cannot load {theirs} ({first_line})"
+        return f"not verified: logits, as transformers cannot load {theirs} ({first_line})"
     with torch.no_grad():
         found = _load(checkpoint, vocab_size)(ids, torch.arange(_TOKENS).expand_as(ids))
     largest, difference = expected.abs().max().item(), (found - expected).abs().max().item()

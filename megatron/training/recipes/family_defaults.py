@@ -170,6 +170,8 @@ def complete_qwen2_moe(fields: Fields) -> Fields:
 
 
 def _refuse_windows_that_are_off(fields: Fields, is_on: bool) -> None:
+    if not is_on:
+        fields["sliding_window"] = None
     if not is_on and "sliding_attention" in fields["layer_types"]:
         raise ConfigError(
             "layer_types in config.json has layers with a window, and use_sliding_window or sliding_window says that "
@@ -240,6 +242,13 @@ def complete_latent(fields: Fields) -> Fields:
     if groups not in (None, heads):
         raise ConfigError(
             f"num_key_value_heads is {groups} in config.json; latent attention has one for each of its {heads} heads"
+        )
+    width = fields.get("head_dim")
+    if width not in (None, fields["qk_rope_head_dim"]):
+        # One of the classes believes it, and turns so many channels.
+        raise ConfigError(
+            f"head_dim is {width!r} in config.json; with latent attention it must be qk_rope_head_dim, "
+            f"{fields['qk_rope_head_dim']}"
         )
     return {**fields, "num_key_value_heads": heads}
 

@@ -417,7 +417,7 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "more layers": (lambda d: change_config(d, num_hidden_layers=5), "model.layers.4.* is missing"),
     "tied": (lambda d: change_config(d, attention_bias=True), "attention_bias is True in its config.json; only False"),
-    "heads": (lambda d: change_config(d, num_attention_heads="six"), "num_attention_heads is .six. in its config.json; it must"),
+    "heads": (lambda d: change_config(d, num_attention_heads="six"), "num_attention_heads is .six. in its config.json"),
     "no number": (lambda d: change_config(d, vocab_size=None), "vocab_size is None; it must be the number of"),
     "quantised": (lambda d: change_config(d, quantization_config={}), "has a quantization_config with the method None"),
     "no scales": (

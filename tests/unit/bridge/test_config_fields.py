@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""config.json: each field of a family is followed, changes nothing, or is refused; `python -m tests.trial` has all."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.bridge.auto_bridge import AutoBridge
+from megatron.bridge.conversion import import_model, open_source
+from megatron.bridge.logits import compare_logits
+from megatron.core.errors import CheckpointError, ConfigError
+from megatron.training.recipes.families import FAMILIES, find_family
+from megatron.training.recipes.family import Family
+from megatron.training.recipes.family_flags import IDLE, complete_fields
+from megatron.training.recipes.hf_config import PREDICTION, list_model_flags
+from tests.trial.config_fields import ABSENT, BASES, FieldCase, draw_fields, judge_fields, read_config, write_fields
+from tests.unit.huggingface_models import SIZES
+from tests.unit.test_model_families import make
+
+transformers = pytest.importorskip("transformers")
+BY_TYPE = pytest.mark.parametrize("family", FAMILIES, ids=[family.model_type for family in FAMILIES])
+FULL, LOCAL = "full_attention", "sliding_attention"
+
+
+@BY_TYPE
+def test_defaults_are_those_of_the_installed_class(family: Family) -> None:
+    """Every field of the class is in the table, with the class's default, or changes nothing."""
+    config_class = type(transformers.AutoConfig.for_model(family.model_type))
+    fields = {
+        family.other_names.get(field.name, field.name): field.default
+        for field in dataclasses.fields(config_class)
+        if field.name not in IDLE | family.idle
+    }
+    if PREDICTION in fields:
+        # Its class has no such layers, whatever the field says.
+        fields[PREDICTION] = 0
+    assert family.defaults == fields
+    # Its names for one field are ours, too.
+    known = {*family.defaults, *family.idle, *IDLE}
+    for other, name in config_class.attribute_map.items():
+        assert family.other_names.get(other) == name or other in known or family.other_names.get(name) == other
+
+
+@BY_TYPE
+def test_what_a_file_leaves_out_means_what_the_class_takes_for_it(family: Family) -> None:
+    written = write_fields(family.model_type)
+    names = [name for name in family.defaults if name not in SIZES and name not in BASES[family.model_type]]
+    for absent in ([], *([name] for name in names), names):
+        fields = {name: value for name, value in written.items() if name not in absent}
+        ours, theirs = complete_fields(family, fields), read_config(family.model_type, fields)
+        for name in set(ours) & (set(family.defaults) - {"n_group", "topk_group", PREDICTION}):
+            # Heads and their width follow from other flags where they are not given.
+            if ours[name] is None and name in ("head_dim", "num_key_value_heads", "layer_types"):
+                continue
+            assert agree(ours[name], getattr(theirs, name)), (name, absent)
+
+
+def agree(found: Any, expected: Any) -> bool:
+    """Whether two values say the same; of rotary positions, what both have."""
+    if isinstance(found, dict):
+        return all(agree(value, expected[name]) for name, value in found.items() if name in expected)
+    return bool(found == expected) or (not found and not expected)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "verdict"),
+    [
+        # A group of experts that the table once took for none; experts per token that are not twice the groups.
+        ("deepseek_v3", {"topk_group": 1}, "ran"),
+        ("deepseek_v3", {"topk_group": 2, "num_experts_per_tok": 6}, "ran"),
+        ("glm4_moe", {"topk_group": 1, "num_experts_per_tok": 3}, "ran"),
+        ("deepseek_v2", {"topk_group": 1}, "ran"),
+        ("deepseek_v2", {"topk_method": "greedy"}, "ran"),
+        # What files of earlier releases leave out.
+        ("llama", {"rms_norm_eps": ABSENT}, "ran"),
+        ("qwen3", {"head_dim": ABSENT}, "ran"),
+        ("mistral", {"sliding_window": None}, "ran"),
+        ("nemotron", {"rope_parameters": ABSENT}, "ran"),
+        ("smollm3", {"no_rope_layers": ABSENT, "no_rope_layer_interval": 2, "rope_parameters": ABSENT}, "ran"),
+        ("gemma3_text", {"layer_types": ABSENT, "sliding_window_pattern": 2}, "ran"),
+        ("gemma2", {"layer_types": ABSENT, "attn_logit_softcapping": ABSENT}, "ran"),
+        ("qwen2_moe", {"layer_types": ABSENT, "use_sliding_window": True, "sliding_window": 4}, "ran"),
+        ("gpt_oss", {"rope_parameters": ABSENT, "layer_types": ABSENT}, "ran"),
+        ("mixtral", {"num_local_experts": ABSENT, "num_experts": 6}, "ran"),
+        # What no flag can follow.
+        ("llama", {"mlp_bias": True}, "refused"),
+        ("gemma2", {"use_bidirectional_attention": True}, "refused"),
+        ("gpt_oss", {"swiglu_limit": 3.0}, "refused"),
+        ("olmoe", {"clip_qkv": 0.5}, "refused"),
+        ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0,
+                                       "low_freq_factor": 1.0, "rope_theta": 100.0}}, "refused"),
+        ("deepseek_v2", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "mscale": 0.7,
+                                             "mscale_all_dim": 0.9, "rope_theta": 100.0}}, "refused"),
+        ("qwen3", {"layer_types": [LOCAL] * 4}, "refused"),
+        ("gemma2", {"layer_types": [FULL, "linear_attention", FULL, FULL]}, "refused"),
+    ],
+)  # fmt: skip
+def test_a_field_changed_alone(model_type: str, changes: dict[str, Any], verdict: str) -> None:
+    found = judge_fields(FieldCase(model_type, tuple(changes.items())))
+    assert found.kind == verdict, found.text
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_fields_changed_together(seed: int) -> None:
+    found = judge_fields(draw_fields(seed))
+    assert found.kind != "fault", f"{found.text}\n    {found.command}"
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, -1.0, "10000", [1], 10**400, 1e-300], ids=repr)
+def test_a_number_that_no_model_has_is_refused_before_any_rule_reads_it(value: Any, tmp_path: Path) -> None:
+    where, base = tmp_path / "config.json", write_fields("llama")
+    for change in (
+        {"rope_theta": value, "rope_parameters": None}, {"rope_parameters": {"rope_theta": value}},
+        {"rope_scaling": {"type": "linear", "factor": value}}, {"rms_norm_eps": value}, {"hidden_size": value},
+        {"num_hidden_layers": value}, {"max_position_embeddings": value}, {"num_key_value_heads": value},
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=r"Llama: [a-z_.]+ is .* in its config.json; it must be a number"):
+            list_model_flags({**base, **change}, where)
+    with pytest.raises(CheckpointError, match="vocab_size is .*; it must be the number of the embedding's rows"):
+        list_model_flags(base | {"vocab_size": value}, where)
+
+
+def test_two_names_of_one_field_that_contradict_are_refused() -> None:
+    with pytest.raises(ConfigError, match="num_local_experts is 4 in its config.json; and num_experts, another name"):
+        complete_fields(find_family("mixtral"), {"num_local_experts": 4, "num_experts": 8})
+
+
+def test_unknown_fields_are_named(tmp_path: Path) -> None:
+    make("Llama").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    fields = json.loads(path.read_text())
+    rope = fields["rope_parameters"] | {"turns": 3}
+    path.write_text(json.dumps(fields | {"window_of_thought": 1, "rope_parameters": rope}))
+    assert open_source(tmp_path).notes == [
+        "fields of config.json that no Llama model has are passed over: window_of_thought, rope_parameters.turns"
+    ]
+
+
+def test_without_transformers_the_same_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what was not verified is said."""
+    make("Llama").save_pretrained(tmp_path / "hf")
+    monkeypatch.setattr("megatron.bridge.logits.available", lambda name: False)
+    import_model(open_source(tmp_path / "hf"), tmp_path / "ours")
+    found = compare_logits(tmp_path / "hf", tmp_path / "ours")
+    assert found == "not verified: logits, as the Python package transformers is not installed"
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"mlp_bias": True}))
+    for read in (open_source, AutoBridge.from_hf_pretrained):
+        with pytest.raises(ConfigError, match="mlp_bias is True in its config.json; only False is known"):
+            read(tmp_path / "hf")
