@@ -5,6 +5,7 @@
                                                            and 140 inputs of seed 1: about half an hour
     python -m tests.trial --layouts 200 --precisions 0 --recomputations 0 --inputs 0 --seed 7
     python -m tests.trial --layout 17 --input 203          single cases again, by their seeds
+    python -m tests.trial --layout 0 --every-field         each field of each family's config.json, changed alone
 
 Every case is a function of its seed; a fault comes with the command that repeats it. Exit code 1 when there was one.
 """
@@ -18,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from tests.parallel.harness import server
+from tests.trial.config_fields import draw_fields, judge_fields, list_every_field
 from tests.trial.hostile_inputs import draw_input, judge_input, remove_saved_run
 from tests.trial.random_layouts import draw_case, judge_layout
 from tests.trial.random_precision import (
@@ -36,6 +38,7 @@ KINDS_OF_CASES = {
     "precision": (20, "layouts in FP8 and FP4"),
     "recomputation": (40, "pairs of recomputed modules"),
     "input": (140, "hostile inputs"),
+    "config": (60, "random config.json files"),
 }
 """Kind -> how many, and what they are."""
 
@@ -47,6 +50,8 @@ def list_cases(options: argparse.Namespace) -> Iterator[tuple[str, int]]:
     for kind in KINDS_OF_CASES:
         seeds = getattr(options, kind) if single else range(first, first + getattr(options, f"{kind}s"))
         yield from ((kind, seed) for seed in seeds)
+    if options.every_field:
+        yield from (("field", number) for number in range(len(list_every_field())))
 
 
 def judge(kind: str, seed: int) -> tuple[str, str, Verdict]:
@@ -56,6 +61,9 @@ def judge(kind: str, seed: int) -> tuple[str, str, Verdict]:
         verdict = judge_input(case)
         # What a kind says of its case comes behind its first words.
         return f"input: {case.kind.split(':')[0].split(' ')[0]}", case.kind, verdict
+    if kind in ("config", "field"):
+        config = draw_fields(seed) if kind == "config" else list_every_field()[seed]
+        return f"{kind}: {config.model_type}", config.text(), judge_fields(config)
     draw, decide = {
         "layout": (draw_case, judge_layout),
         "precision": (draw_precision, judge_precision),
@@ -72,6 +80,7 @@ def main() -> int:
     for kind, (count, text) in KINDS_OF_CASES.items():
         parser.add_argument(f"--{kind}s", type=int, default=count, help=f"{text} (default: {count})")
         parser.add_argument(f"--{kind}", type=int, action="append", default=[], metavar="SEED", help="this one alone")
+    parser.add_argument("--every-field", action="store_true", help="each field of config.json alone: half an hour")
     parser.add_argument("--seed", type=int, default=1, help="which cases (default: 1)")
     cases = list(list_cases(parser.parse_args()))
     server()

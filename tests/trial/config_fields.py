@@ -9,6 +9,7 @@ same logits. A file that we refuse is refused in a sentence; one that the class 
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import math
 import random
@@ -124,8 +125,13 @@ def list_values(model_type: str, name: str, value: Any) -> list[Any]:
     return [8, 12, 16, 64] if "size" in name or "embd" in name else [1, 2, 3, 4, 8, 12]
 
 
-def list_cases() -> Iterator[FieldCase]:
+@functools.cache
+def list_every_field() -> tuple[FieldCase, ...]:
     """Each field of each family: other values, left out, and what no model has."""
+    return tuple(_list_every_field())
+
+
+def _list_every_field() -> Iterator[FieldCase]:
     for family in FAMILIES:
         fields = write_fields(family.model_type)
         names = dict.fromkeys([*family.defaults, *fields, "rope_theta", "partial_rotary_factor", "rope_scaling"])
@@ -179,13 +185,10 @@ def draw_fields(seed: int) -> FieldCase:
     """Two or three fields changed together."""
     rng = random.Random(f"fields {seed}")
     chosen = rng.choice(FAMILIES).model_type
-    cases = [case for case in _cases_of(chosen) if case.changes[0][1] not in ("", "six", [], {})]
+    usual = (case for case in list_every_field() if not any(case.changes[0][1] is value for value in HOSTILE))
+    cases = [case for case in usual if case.model_type == chosen]
     picked = {case.changes[0][0]: case.changes[0][1] for case in rng.sample(cases, rng.randint(2, 3))}
     return FieldCase(chosen, tuple(picked.items()))
-
-
-def _cases_of(model_type: str) -> list[FieldCase]:
-    return [case for case in list_cases() if case.model_type == model_type]
 
 
 def judge_fields(case: FieldCase) -> Verdict:

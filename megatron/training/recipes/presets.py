@@ -191,8 +191,8 @@ def _build_qwen() -> Iterator[Preset]:
 
 def _build_gemma() -> Iterator[Preset]:
     usual = {"rms_norm_eps": 1e-6, "head_dim": 256}
-    # Gemma team, arXiv 2403.08295, 2408.00118 and 2503.19786. The larger ones of Gemma 3 stretch the positions of some
-    # layers alone, which no flag says yet.
+    # Gemma team, arXiv 2403.08295, 2408.00118 and 2503.19786. The larger ones of Gemma 3 see images, too, and are not
+    # here; their text models convert.
     yield Preset("gemma-2b", "gemma", _size(18, 2048, 16384, "8/1", 256000, 8 * K) | usual, "2.51B")
     yield Preset("gemma-7b", "gemma", _size(28, 3072, 24576, "16", 256000, 8 * K) | usual, "8.54B")
     for name, parameters, size, width, scalar in (
