@@ -25,8 +25,8 @@ from megatron.training.recipes.families import FAMILIES, find_family
 from megatron.training.recipes.family import Family
 from megatron.training.recipes.family_flags import IDLE, build_flags
 from megatron.training.recipes.hf_config import keep_stored_prediction
+from tests.support.huggingface_models import SIZES, assert_same_logits, randomised
 from tests.trial.verdict import Verdict
-from tests.unit.huggingface_models import SIZES, assert_same_logits, randomised
 
 ABSENT = "(left out)"
 _LATENT = {

@@ -19,9 +19,9 @@ from megatron.training.recipes.families import FAMILIES, find_family
 from megatron.training.recipes.family import Family
 from megatron.training.recipes.family_flags import IDLE, complete_fields
 from megatron.training.recipes.hf_config import PREDICTION, list_model_flags
+from tests.support.huggingface_models import SIZES
 from tests.trial.config_fields import ABSENT, BASES, FieldCase, draw_fields, judge_fields, read_config, write_fields
-from tests.unit.huggingface_models import SIZES
-from tests.unit.test_model_families import make
+from tests.unit.training.recipes.test_model_families import make
 
 transformers = pytest.importorskip("transformers")
 BY_TYPE = pytest.mark.parametrize("family", FAMILIES, ids=[family.model_type for family in FAMILIES])

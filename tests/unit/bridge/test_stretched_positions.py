@@ -10,10 +10,10 @@ import torch
 
 from megatron.core.errors import ConfigError
 from megatron.core.inference.kv_cache import KVCache
-from tests.unit.gpt_models import read_config
-from tests.unit.huggingface_models import assert_each_flag_counts, assert_same_logits, list_flags, token_ids
-from tests.unit.run_flags import run_config
-from tests.unit.test_model_families import GEMMA, make
+from tests.support.gpt_models import read_config
+from tests.support.huggingface_models import assert_each_flag_counts, assert_same_logits, list_flags, token_ids
+from tests.support.run_flags import run_config
+from tests.unit.training.recipes.test_model_families import GEMMA, make
 
 transformers = pytest.importorskip("transformers")
 

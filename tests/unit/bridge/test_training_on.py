@@ -25,7 +25,7 @@ from megatron.training.recipes.vocabulary import build_tokenizer, compute_padded
 from megatron.training.run import Run
 from megatron.training.verify.parity import open_local_run
 from tests.preprocess_runs import DATA
-from tests.unit.test_model_families import make
+from tests.unit.training.recipes.test_model_families import make
 
 pytest.importorskip("transformers")
 

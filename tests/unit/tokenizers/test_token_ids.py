@@ -15,7 +15,7 @@ from megatron.core.errors import DataError
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.training.recipes.vocabulary import build_tokenizer as build_for_run
 from tests.preprocess_runs import DATA
-from tests.unit.run_flags import run_config
+from tests.support.run_flags import run_config
 
 TOKENIZER = DATA / "tok" / "hf_bpe1k"
 
