@@ -251,6 +251,9 @@ def _build_rope_flags(family: Family, config: Mapping[str, Any]) -> list[str]:
     if (everywhere and not mscale) or (mscale not in (None, 1.0) and not everywhere):
         given, missing = ("mscale_all_dim", "mscale") if everywhere else ("mscale", "mscale_all_dim")
         raise ConfigError(f"{family.name}: {given} {rope[given]} without {missing} has no meaning; give both")
+    if kind in ("yarn", "longrope") and any(setting.flag == "--qk-l2-norm" for setting in family.settings):
+        # Theirs takes the norms of queries and keys behind the rotation, and so the factor on them away again.
+        raise _refuse(family, f"{ROPE}.rope_type", kind, "only 'default', 'linear' and 'llama3' are known")
     if everywhere and kind != "yarn" and "--multi-latent-attention" in family.flags:
         raise _refuse(
             family, f"{ROPE}.mscale_all_dim", everywhere, f"with positions of the type {kind} only 0 is known"

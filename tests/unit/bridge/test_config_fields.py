@@ -97,6 +97,8 @@ def agree(found: Any, expected: Any) -> bool:
                                        "low_freq_factor": 1.0, "rope_theta": 100.0}}, "refused"),
         ("deepseek_v2", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "mscale": 0.7,
                                              "mscale_all_dim": 0.9, "rope_theta": 100.0}}, "refused"),
+        ("llama4_text", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1000.0}}, "refused"),
+        ("deepseek_v3", {"head_dim": 2}, "refused"),
         ("qwen3", {"layer_types": [LOCAL] * 4}, "refused"),
         ("gemma2", {"layer_types": [FULL, "linear_attention", FULL, FULL]}, "refused"),
     ],
