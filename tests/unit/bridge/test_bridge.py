@@ -49,7 +49,7 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
-LONGROPE = {"rope_type": "longrope", "rope_theta": 9.0, "short_factor": [1.1] * 4, "long_factor": [2.0, 5.5, 6.0, 7.0]}
+LONGROPE = {"rope_type": "longrope", "partial_rotary_factor": 0.5, "short_factor": [1.1, 1], "long_factor": [2, 5.5]}
 MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 LATENT = {
     "kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14, "num_key_value_heads": 4,
@@ -106,12 +106,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         LATENT | {"q_lora_rank": 20, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4,
                   "routed_scaling_factor": 1.5, "rope_parameters": MSCALE} | EAGER,
     ),
-    "DeepSeek V3, plain positions": ("DeepseekV3", LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1} | EAGER),
+    "DeepSeek V3, plainly": ("DeepseekV3", LATENT | EAGER | {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
     "gpt-oss": (
         "GptOss", {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 12, "sliding_window": 6} | EAGER,
     ),
     # Blocks of 32 numbers fit into its matrices.
-    "gpt-oss, 32": ("GptOss", {"num_local_experts": 4, "head_dim": 8, "intermediate_size": 32, "num_experts_per_tok": 2}),
+    "gpt-oss, 32": ("GptOss", {"num_local_experts": 4, "head_dim": 8, "intermediate_size": 32} | EAGER),
     "Llama 4": (
         "Llama4Text",
         {"intermediate_size_mlp": 80, "num_local_experts": 4, "head_dim": 12, "interleave_moe_layer_step": 2,
