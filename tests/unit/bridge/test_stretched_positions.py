@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.core.errors import ConfigError
-from megatron.core.inference.kv_cache import KVCache
+from megatron.core.sequences.state import SequenceState
 from tests.support.gpt_models import read_config
 from tests.support.huggingface_models import assert_each_flag_counts, assert_same_logits, list_flags, token_ids
 from tests.support.run_flags import run_config
@@ -66,11 +66,11 @@ def test_a_cache_has_the_positions_of_the_longest_sequence_it_can_hold(room: int
     rotated for it from the beginning."""
     hf = make_phi()
     model, ids = assert_same_logits(hf, list_flags(hf)), token_ids(room)
-    positions, cache = torch.arange(room).expand_as(ids), KVCache(room)
+    positions, state = torch.arange(room).expand_as(ids), SequenceState(len(ids), room)
     steps = []
     for part in (slice(0, 7), *(slice(n, n + 1) for n in range(7, room))):
-        steps.append(model(ids[:, part], positions[:, part], inference_context=cache))
-        cache.advance(ids[:, part].shape[1])
+        state.begin([ids[:, part].shape[1]] * len(ids))
+        steps.append(model(ids[:, part], positions[:, part], inference_context=state))
     torch.testing.assert_close(torch.cat(steps, dim=1), model(ids, positions), rtol=1e-5, atol=1e-5)
 
 
