@@ -261,8 +261,8 @@ def _build_rope_flags(family: Family, config: Mapping[str, Any]) -> list[str]:
     # With latent attention rope alone means YaRN.
     if kind != "yarn" and "--multi-latent-attention" in family.flags:
         flags += " --rope-type rope"
-    given = re.findall(r"--\S+(?: [^-\s]\S*)?", flags)
-    return [*given, *(flag for setting in settings for flag in _build_flag(family, rope, setting))]
+    spelled = re.findall(r"--\S+(?: [^-\s]\S*)?", flags)
+    return [*spelled, *(flag for setting in settings for flag in _build_flag(family, rope, setting))]
 
 
 def _find(family: Family, config: Mapping[str, Any], names: str) -> Any:
