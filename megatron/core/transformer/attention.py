@@ -40,13 +40,13 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.placement import Part, get_placement, make_grouped_parts, place
 from megatron.core.plan.read import read_plan
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.sequences.token_layout import TokenLayout
 from megatron.core.tensor_parallel.layers import LayerOutput
 from megatron.core.tensor_parallel.offloaded_activations import offload
 from megatron.core.tensor_parallel.products import at_least_float32
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.compiled_regions import Compile, is_compiled
 from megatron.core.transformer.initialisers import input_initialiser, output_initialiser
+from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.norms import AllHeadsRMSNorm, HeadL2Norm
 from megatron.core.transformer.rotary import (
@@ -83,8 +83,8 @@ class CrossAttentionSubmodules:
 
 
 def uses_fused_rope(config: TransformerConfig) -> bool:
-    """Whether split and rotation run as one operation; norms of queries and keys come in between, and a compiler fuses
-    the elementary ones itself."""
+    """Return True where split and rotation run as one operation; norms of queries and keys come in between, and a
+    compiler fuses the elementary ones itself."""
     has_more = config.qk_layernorm or config.qk_l2_norm or config.attention_output_gate
     # The norms of latent attention stand before its projections to heads.
     has_more = has_more and not config.multi_latent_attention
@@ -108,8 +108,8 @@ class Attention(MegatronModule):
         value_width: int | None = None,
     ) -> None:
         """Upstream's signature. submodules: with core_attention and linear_proj. layer_number: counted from 1.
-        attention_type: self or cross. cp_comm_type: the config's when None. value_width: channels of a value head, as
-        many as of a query head when None.
+        attention_type: self or cross. cp_comm_type: the config's when None. value_width: channels of a value head, the
+        config's when None.
 
         Calls `build_projections` before the core and the output projection are built: parameters lie in memory in the
         order in which modules are built.
@@ -139,7 +139,7 @@ class Attention(MegatronModule):
         )
         self.linear_proj = build_module(
             submodules.linear_proj,
-            heads * (self.head_width if value_width is None else value_width),
+            heads * (config.value_width if value_width is None else value_width),
             config.hidden_size,
             config=config,
             init_method=output_initialiser(config),
@@ -182,6 +182,15 @@ class Attention(MegatronModule):
     ) -> LayerOutput:
         """[s, b, h] -> ([s, b, h], bias [h] or None); attention_mask and packed_seq_params as in DotProductAttention,
         causal when None."""
+        inputs = LayerInputs(attention_mask, rotation, inference_context, packed_seq_params)
+        context = self._make_context(hidden_states, inputs, key_value_states)
+        with self.offload("attn_proj"):
+            output: LayerOutput = self.linear_proj(context)
+        return output
+
+    def _make_context(self, hidden_states: Tensor, inputs: LayerInputs, key_value_states: Tensor | None) -> Tensor:
+        """[s, b, h] -> [s, b, n * dv], before the output projection."""
+        rotation, cache = inputs.rotation, inputs.inference_context
         turns = rotation is not None and rotation.channels > 0
         query, key, value, *gate = self.get_query_key_value_tensors(
             hidden_states, key_value_states, self.config.attention_output_gate, rotation if turns else None
@@ -189,31 +198,18 @@ class Attention(MegatronModule):
         if rotation is not None and rotation.query_scale is not None:
             query = (query * rotation.query_scale).to(query.dtype)
         # Keys are kept rotated: their positions do not change any more.
-        layout = None
-        if inference_context is not None:
-            layout = inference_context.layout
-            key, value = inference_context.update(self.layer_number, key, value)  # [t, b, g, ...]
-        context = self._attend(query, key, value, attention_mask, packed_seq_params, layout)  # [s, b, n * dv]
-        if gate:
-            context = self.apply_gate(context, gate[0])
-        with self.offload("attn_proj"):
-            output: LayerOutput = self.linear_proj(context)
-        return output
+        if cache is not None:
+            key, value = cache.update(self.layer_number, key, value)  # [t, b, g, ...]
+        context = self._attend(query, key, value, inputs)
+        return self.apply_gate(context, gate[0]) if gate else context
 
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        packed_seq_params: PackedSeqParams | None,
-        layout: TokenLayout | None = None,
-    ) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, layer_inputs: LayerInputs) -> Tensor:
         """The core, of which selective recomputation keeps only the inputs: [s, b, n * dv]."""
         # The module's mask type, no bias. Of upstream's arguments only, where they will do: a core may be a user's own.
-        inputs: tuple[Any, ...] = (query, key, value, attention_mask, None, None, packed_seq_params)
-        if layout is not None and layout.is_packed:
-            inputs = (*inputs, layout)
+        mask, _, cache, packed_seq_params = layer_inputs
+        inputs: tuple[Any, ...] = (query, key, value, mask, None, None, packed_seq_params)
+        if cache is not None and cache.layout.is_packed:
+            inputs = (*inputs, cache.layout)
         # Scores and probabilities grow with s * t, their inputs with s + t: the core gives back the most memory.
         with offload("core_attn", only=(query, key, value)) if self.offload is offload else nullcontext():
             context: Tensor = (

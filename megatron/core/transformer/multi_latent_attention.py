@@ -36,11 +36,9 @@ from torch import Tensor
 from megatron.core.enums import AttnMaskType
 from megatron.core.errors import ConfigError
 from megatron.core.inference_context import InferenceContext
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.sequences.token_layout import TokenLayout
 from megatron.core.tensor_parallel.kept_activations import RecomputedTogether, keep_as
-from megatron.core.tensor_parallel.layers import LayerOutput
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -48,6 +46,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.attention import Attention, mark_as_query_key_norm, uses_fused_rope
 from megatron.core.transformer.compiled_regions import Compile
 from megatron.core.transformer.initialisers import input_initialiser
+from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.rotary import (
     Rotation,
     apply_rotary,
@@ -94,9 +93,7 @@ class MLASelfAttention(Attention):
                 "MLASelfAttention needs the widths of latent attention; give MLATransformerConfig, or "
                 "--multi-latent-attention"
             )
-        super().__init__(
-            config, submodules, layer_number, attn_mask_type, "self", cp_comm_type, pg_collection, config.v_head_dim
-        )
+        super().__init__(config, submodules, layer_number, attn_mask_type, "self", cp_comm_type, pg_collection)
 
     def build_projections(self, submodules: MLASelfAttentionSubmodules) -> None:
         """Build the projections to latent vectors and from them to heads, and the norms between."""
@@ -146,35 +143,23 @@ class MLASelfAttention(Attention):
         mark_as_query_key_norm(built)
         return built
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        rotation: Rotation | None = None,
-        inference_context: InferenceContext | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-        key_value_states: Tensor | None = None,
-    ) -> LayerOutput:
+    def _make_context(self, hidden_states: Tensor, inputs: LayerInputs, key_value_states: Tensor | None) -> Tensor:
         """See Attention; a cache holds latent vectors [t, b, rk] and rotated key channels [t, b, 1, p]."""
         assert key_value_states is None, "latent attention has one sequence"
-        if inference_context is not None:
-            assert packed_seq_params is None, "packed sequences are for training, and have no cache"
-            context = self._attend_with_cache(hidden_states, attention_mask, rotation, inference_context)
-        else:
-            with self.offload("qkv_linear"):
-                latents = self._make_latents(hidden_states)
-            heads = self._make_heads(*latents, rotation)
-            with self._keep_or_make_again(heads, latents, rotation):
-                context = self._attend(*heads, attention_mask, packed_seq_params)
-        with self.offload("attn_proj"):
-            output: LayerOutput = self.linear_proj(context)
-        return output
+        if inputs.inference_context is not None:
+            assert inputs.packed_seq_params is None, "packed sequences are for training, and have no cache"
+            return self._attend_with_cache(hidden_states, inputs, inputs.inference_context)
+        with self.offload("qkv_linear"):
+            latents = self._make_latents(hidden_states)
+        heads = self._make_heads(*latents, inputs.rotation)
+        with self._keep_or_make_again(heads, latents, inputs.rotation):
+            return self._attend(*heads, inputs)
 
     def _keep_or_make_again(
         self, heads: tuple[Tensor, ...], latents: tuple[Tensor, ...], rotation: Rotation | None
     ) -> ExitStack:
-        """In which core attention keeps queries, keys and values for backward, or has them made again of the latent
-        vectors, which the projections keep anyway."""
+        """A context for core attention, which keeps queries, keys and values for backward, or has them made again of
+        the latent vectors, which the projections keep anyway."""
         stack = ExitStack()
         if "mla_up_proj" in self.recomputed and torch.is_grad_enabled():
             narrow = [x.detach() for x in latents]
@@ -236,42 +221,35 @@ class MLASelfAttention(Attention):
 
     # ---- generation
 
-    def _attend_with_cache(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        rotation: Rotation | None,
-        inference_context: InferenceContext,
-    ) -> Tensor:
+    def _attend_with_cache(self, hidden_states: Tensor, inputs: LayerInputs, cache: InferenceContext) -> Tensor:
         """New tokens [s, b, h] -> [s, b, n * dv], over them and what the cache holds of those before."""
         query_latent, latent, positions = self._make_latents(hidden_states)
         query = self._make_queries(query_latent)
         if self.config.sequence_parallel:
             latent = gather_from_sequence_parallel_region(latent, self.groups.tp)
         # Rotated before they are kept: their positions do not change any more.
-        if rotation is not None:
+        if inputs.rotation is not None:
             plain = self.config.qk_head_dim
-            query = torch.cat((query[..., :plain], apply_rotary(query[..., plain:], rotation)), dim=-1)
-            positions = apply_rotary(positions, rotation)
-        latent, positions = inference_context.update(self.layer_number, latent, positions)
-        layout = inference_context.layout
-        if self._is_absorbed_cheaper(max(layout.new), latent.shape[0]):
-            return self._attend_absorbed(query, latent, positions, attention_mask, layout)
+            query = torch.cat((query[..., :plain], apply_rotary(query[..., plain:], inputs.rotation)), dim=-1)
+            positions = apply_rotary(positions, inputs.rotation)
+        latent, positions = cache.update(self.layer_number, latent, positions)
+        if self._is_absorbed_cheaper(max(cache.layout.new), latent.shape[0]):
+            return self._attend_absorbed(query, latent, positions, inputs, cache.layout)
         expanded = F.linear(latent, self.linear_kv_up_proj.weight).unflatten(-1, (query.shape[2], -1))
         # Everything is rotated already.
         query, key, value = join_latent_heads(query, expanded, positions, None)
-        return self._attend(query, key, value, attention_mask, None, layout)
+        return self._attend(query, key, value, inputs)
 
     def _is_absorbed_cheaper(self, queries: int, keys: int) -> bool:
-        """Whether scores and outputs in latent vectors take fewer multiplications than making the keys and values of
-        all tokens: they do for few queries."""
+        """Return True where scores and outputs in latent vectors take fewer multiplications than making the keys and
+        values of all tokens: they do for few queries."""
         config = self.config
         rank, to_heads = config.kv_lora_rank, config.qk_head_dim + config.v_head_dim
         longer = (2 * rank - to_heads) * queries * keys  # a latent vector is wider than a key and a value
         return rank * to_heads * queries + longer < rank * to_heads * keys
 
     def _attend_absorbed(
-        self, query: Tensor, latent: Tensor, positions: Tensor, attention_mask: Tensor | None, layout: TokenLayout
+        self, query: Tensor, latent: Tensor, positions: Tensor, inputs: LayerInputs, layout: TokenLayout
     ) -> Tensor:
         """query [s, b, n, d + p], latent [t, b, rk], positions [t, b, 1, p] -> [s, b, n * dv]: attention of n heads to
         one key-value head, the latent vectors themselves."""
@@ -281,18 +259,18 @@ class MLASelfAttention(Attention):
         wide_query = torch.cat((in_latents, query[..., plain:]), dim=-1)  # [s, b, n, rk + p]
         value = latent.unsqueeze(2)  # [t, b, 1, rk]
         key = torch.cat((value, positions), dim=-1)
-        context = self._attend_to_one_head(wide_query, key, value, attention_mask, layout)
+        context = self._attend_to_one_head(wide_query, key, value, inputs, layout)
         return torch.einsum("sbnr,nvr->sbnv", context, weight[:, plain:]).flatten(2)
 
     def _attend_to_one_head(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, layout: TokenLayout
+        self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs, layout: TokenLayout
     ) -> Tensor:
         """query [s, b, n, rk + p], key [t, b, 1, rk + p], value [t, b, 1, rk] -> [s, b, n, rk]."""
         config, heads = self.config, query.shape[2]
-        sees_all = config.window_size is None and config.attention_chunk_size is None and attention_mask is None
+        sees_all = config.window_size is None and config.attention_chunk_size is None and inputs.attention_mask is None
         is_plain = config.softmax_type == "vanilla" and sees_all
         if query.shape[0] > 1 or layout.is_packed or not is_plain:
-            return self._attend(query, key, value, attention_mask, None, layout).unflatten(-1, (heads, -1))
+            return self._attend(query, key, value, inputs).unflatten(-1, (heads, -1))
         # One token sees every key, and so do its heads as so many queries of one head: kernels that would copy the
         # key-value head for each query head have nothing to copy.
         every = AttnMaskType.no_mask
