@@ -39,8 +39,7 @@ def get_mlp_module_spec() -> ModuleSpec:
 
 def get_moe_module_spec() -> ModuleSpec:
     """Return the spec of a mixture of experts; its shared expert is made of parallel linear layers."""
-    shared_experts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(shared_experts=shared_experts))
+    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(shared_experts=get_mlp_module_spec().submodules))
 
 
 def get_self_attention_spec() -> ModuleSpec:
@@ -87,7 +86,7 @@ def get_gpt_layer_local_spec(
     normalization: str | None = None,
     qk_l2_norm: bool | None = False,
 ) -> ModuleSpec:
-    """A GPT layer on plain torch; which norm, activation and attention kernel it gets is up to its config.
+    """Return the spec of a GPT layer on plain torch, whose norm, activation and attention kernel its config chooses.
 
     A layer takes num_experts, qk_layernorm, normalization, qk_l2_norm and fp8 from its config (num_moe_experts, ...),
     so that one spec serves all layers; where they are given here, building the layer raises ConfigError unless the
@@ -96,7 +95,8 @@ def get_gpt_layer_local_spec(
     what does not exist: moe_use_legacy_grouped_gemm.
     """
     # Refused rather than dropped: a layer without them would train another model than the caller asked for.
-    _refuse_unsupported(moe_use_legacy_grouped_gemm)
+    if moe_use_legacy_grouped_gemm:
+        raise ConfigError("moe_use_legacy_grouped_gemm has no meaning: experts have one grouped product; leave it out")
     self_attention = get_latent_attention_spec() if multi_latent_attention else get_self_attention_spec()
     asked = {
         "num_moe_experts": num_experts,
@@ -134,9 +134,9 @@ def get_gpt_layer_with_transformer_engine_spec(
     qk_l2_norm: bool | None = False,
     use_te_op_fuser: bool | None = False,
 ) -> ModuleSpec:
-    """The local spec with layers that compute by Transformer Engine, where this process has a GPU and the package;
-    elsewhere the local spec itself, and a warning that says why. Arguments as there; use_te_op_fuser:
-    TransformerConfig(compile=True) fuses operations."""
+    """Return the local spec with layers that compute by Transformer Engine, where this process has a GPU and the
+    package; elsewhere the local spec itself, with a warning that says why. Arguments as there; use_te_op_fuser has no
+    effect, since TransformerConfig(compile=True) fuses operations."""
     spec = get_gpt_layer_local_spec(
         num_experts, moe_grouped_gemm, qk_layernorm, multi_latent_attention, fp8, moe_use_legacy_grouped_gemm, None,
         qk_l2_norm,
@@ -150,7 +150,7 @@ def get_gpt_layer_with_transformer_engine_spec(
 
 
 def by_transformer_engine(spec: ModuleSpec) -> ModuleSpec:
-    """The spec of a layer as the local ones, which computes by Transformer Engine where that can."""
+    """Return the spec of the same layer, computed by Transformer Engine where that can."""
     return dataclasses.replace(spec, params=spec.params | {"execution_type": EngineExecution})
 
 
@@ -169,7 +169,7 @@ def get_gpt_decoder_layer_specs(
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> list[ModuleSpec]:
-    """A spec for each layer of the whole decoder; dense layers and those with experts have one and the same."""
+    """Return a spec for each layer of the whole decoder; dense layers and those with experts share one."""
     # One object in every place: a spec is only read, so that layers may share it.
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine, normalization, qk_l2_norm, vp_stage, pp_rank)
     assert config.num_layers is not None
@@ -184,7 +184,7 @@ def get_gpt_decoder_block_spec(
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> ModuleSpec:
-    """What GPTModel takes as transformer_layer_spec, for dense models and for those with experts in some layers.
+    """Return GPTModel's transformer_layer_spec, for dense models and for those with experts in some layers.
 
     normalization, qk_l2_norm: of the config, which they must not contradict (ConfigError). vp_stage, pp_rank: part of
     upstream's signature; the block finds its layers itself.
@@ -196,10 +196,8 @@ def get_gpt_decoder_block_spec(
         )
     if qk_l2_norm and not config.qk_l2_norm:
         raise ConfigError("qk_l2_norm is the config's to say: TransformerConfig(qk_l2_norm=True)")
-    is_latent = config.multi_latent_attention
-    if use_transformer_engine:
-        return get_gpt_layer_with_transformer_engine_spec(multi_latent_attention=is_latent)
-    return get_gpt_layer_local_spec(multi_latent_attention=is_latent)
+    build = get_gpt_layer_with_transformer_engine_spec if use_transformer_engine else get_gpt_layer_local_spec
+    return build(multi_latent_attention=config.multi_latent_attention)
 
 
 def get_gpt_mtp_block_spec(
@@ -209,7 +207,7 @@ def get_gpt_mtp_block_spec(
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> ModuleSpec | None:
-    """What GPTModel takes as mtp_block_spec: a layer like the decoder's last one for each further token, or one for
+    """Return GPTModel's mtp_block_spec: a layer like the decoder's last one for each further token, or one for
     all with mtp_use_repeated_layer; None without multi-token prediction.
 
     spec: of a decoder layer, or of each of them. use_transformer_engine, vp_stage, pp_rank: part of upstream's
@@ -231,8 +229,3 @@ def get_gpt_mtp_block_spec(
     return ModuleSpec(
         module=MultiTokenPredictionBlock, submodules=MultiTokenPredictionBlockSubmodules(layer_specs=layers)
     )
-
-
-def _refuse_unsupported(legacy_gemm: bool | None) -> None:
-    if legacy_gemm:
-        raise ConfigError("moe_use_legacy_grouped_gemm has no meaning: experts have one grouped product; leave it out")
