@@ -53,7 +53,7 @@ class ResidualBranch:
         # With a float32 residual stream, what the body reads is cast to the format of its weights.
         self.compute_dtype = parameter_dtype(config)
         self.around_norm: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.body: Body = _Mix(parts, self.name) if kind == "attention" else _FeedForward(parts, self.name)
+        self.body: Body = _Module(parts, self.name, sees_tokens=kind == "attention")
         self.bias_dropout_add = bias_dropout_add if uses_fused_bias_dropout(config) else bias_dropout_add_reference
 
     @property
@@ -130,22 +130,14 @@ class ResidualBranch:
         return self.bias_dropout_add(output, bias, residual, self.config.hidden_dropout, training)
 
 
-class _Mix:
-    """The body of a branch that lets tokens see one another."""
+class _Module:
+    """A module as the body of a branch. sees_tokens: it lets tokens see one another, and reads the layer's inputs."""
 
-    def __init__(self, parts: Mapping[str, Any], name: str) -> None:
-        self.parts, self.name = parts, name
-
-    def __call__(self, normed: Tensor, inputs: LayerInputs, norm_input: Tensor) -> LayerOutput:
-        output: LayerOutput = self.parts[self.name](normed, *inputs)
-        return output
-
-
-class _FeedForward(_Mix):
-    """The body of a branch that sees each token alone."""
+    def __init__(self, parts: Mapping[str, Any], name: str, *, sees_tokens: bool) -> None:
+        self.parts, self.name, self.sees_tokens = parts, name, sees_tokens
 
     def __call__(self, normed: Tensor, inputs: LayerInputs, norm_input: Tensor) -> LayerOutput:
-        output: LayerOutput = self.parts[self.name](normed)
+        output: LayerOutput = self.parts[self.name](normed, *(inputs if self.sees_tokens else ()))
         return output
 
 
