@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the layers of a model keep of the tokens of several sequences, so that each new token costs one position.
+"""Memory of a model's layers for the tokens of several sequences, so that each new token costs one position.
 
 | kind        | example                                        | memory                                              |
 |-------------|------------------------------------------------|-----------------------------------------------------|

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout of one call: which tokens of which sequences are in its rows, and how many came before.
+"""The layout of one call: the tokens of which sequences its rows hold, and how many came before.
 
     packed     x [t, 1, ...]    a0 a1 a2 b0 c0 c1        new 3 1 2: one sequence after the other, without padding
     in step    x [s, b, ...]    a0 b0 c0                 new 2 2 2: side by side, all at the same positions
@@ -35,7 +35,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """Which tokens of which sequences one call has. Made on the host; on a device when first needed there."""
+    """The sequences of one call and their tokens. Made on the host; on a device when first needed there."""
 
     new: tuple[int, ...]
     """Tokens of each sequence in this call, none of them 0."""
@@ -53,7 +53,7 @@ class TokenLayout:
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
-        """Where packed sequences begin, and the end of the last one."""
+        """Beginnings of packed sequences, and the end of the last one."""
         return tuple(accumulate(self.new, initial=0))
 
     @property

@@ -21,6 +21,6 @@ FUSED_BY_HAND_ON_CPU = frozenset({"norm", "residual"})
 
 
 def is_compiled(config: TransformerConfig, region: str) -> bool:
-    """Whether a model of this config has a region, by its name in the table of execution/compilation.py, compiled on
-    this process's device: it is then built in its plain form."""
+    """Return True where a model of this config has a region, by its name in the table of execution/compilation.py,
+    compiled on this process's device: it is then built in its plain form."""
     return config.compile and not (region in FUSED_BY_HAND_ON_CPU and is_cpu(current_device()))

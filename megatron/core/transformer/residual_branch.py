@@ -31,8 +31,8 @@ Body = Callable[[Tensor, LayerInputs, Tensor], LayerOutput]
 
 
 def uses_fused_bias_dropout(config: TransformerConfig) -> bool:
-    """Whether bias, dropout and residual work in place; a compiler fuses the plain form itself, and a sum of two number
-    formats needs memory of its own."""
+    """Return True where bias, dropout and residual work in place; a compiler fuses the plain form itself, and a sum of
+    two number formats needs memory of its own."""
     return config.bias_dropout_fusion and not is_compiled(config, "residual") and not config.fp32_residual_connection
 
 
@@ -69,7 +69,7 @@ class ResidualBranch:
 
     @property
     def joins(self) -> bool:
-        """Whether the norm of the next branch may take over the sum; False in a subclass with another `leave` or
+        """True where the norm of the next branch may take over the sum; False in a subclass with another `leave` or
         `enter`."""
         # Only the norm then reads the sum, beside what goes round it.
         is_alone = self.config.bias_dropout_fusion and not self.config.apply_residual_connection_post_layernorm
@@ -77,7 +77,7 @@ class ResidualBranch:
 
     @property
     def is_plain_sum(self) -> bool:
-        """Whether nothing is dropped of what `leave` adds."""
+        """True where `leave` drops no element of the sum."""
         return not (self.parts[self.name].training and self.config.hidden_dropout > 0.0)
 
     def compile_regions(self, compiled: Compile[Any]) -> None:
@@ -92,7 +92,7 @@ class ResidualBranch:
         return self.leave(output, bias, residual if stream is None else stream)
 
     def enter(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the body reads, what the norm has read, and the residual that the output is added to; [s, b, h] each."""
+        """Normalise x [s, b, h]: the body's input, the norm's input, and the residual that the output is added to."""
         norm = self.parts.get(self.norm_name)
         if norm is None:
             return x.to(self.compute_dtype), x, x
@@ -125,7 +125,7 @@ class ResidualBranch:
         return self.sum(*self.finish(output, bias), residual)
 
     def sum(self, output: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        """`leave` of what is finished."""
+        """Add a finished output, [s, b, h], and its bias to the residual stream."""
         training = self.parts[self.name].training
         return self.bias_dropout_add(output, bias, residual, self.config.hidden_dropout, training)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runners: how the residual branches of a layer are computed, each around what is named below it.
+"""Runners, which compute the residual branches of a layer, each around what is named below it.
 
     RecordedLayer, Within                one CUDA graph of all branches; a context around them (Transformer Engine's)
     Parallel                             all branches read the same x
@@ -42,7 +42,7 @@ Runner = Callable[..., Tensor]
 
 
 class ComputedAgain:
-    """Of the body only the input is kept, which is that of the first product."""
+    """A body of which only the input is kept, that of the first product."""
 
     def __init__(self, body: Body) -> None:
         self.body = body
@@ -54,7 +54,7 @@ class ComputedAgain:
 
 
 class InChunks:
-    """In training the body computes one stretch of tokens after the other."""
+    """A body that in training computes one stretch of tokens after the other."""
 
     def __init__(self, body: Body, branch: str, parts: Mapping[str, Any], number: int) -> None:
         self.body, self.branch, self.parts, self.number = body, branch, parts, number
@@ -67,7 +67,7 @@ class InChunks:
 
 
 class NormalisedAgain:
-    """What reads the normalised x has it normalised again in backward; part: name of the norm where x is offloaded."""
+    """A body for which x is normalised again in backward. part: name of the norm where x is offloaded."""
 
     def __init__(self, body: Body, norm: str, parts: Mapping[str, Any], part: str) -> None:
         self.body, self.norm, self.parts, self.part = body, norm, parts, part

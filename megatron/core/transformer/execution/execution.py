@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one reader of what a config says about recomputation, offloading, chunks, graphs and number formats of layers.
+"""The one reader of a config's settings for recomputation, offloading, chunks, graphs and number formats of layers.
 
 A layer is built as its formula says, and then equipped: its modules are told what backward computes again and what is
 offloaded, its linear layers get other products, and its branches get runners (branch_runner.py). The stage that runs
@@ -41,12 +41,12 @@ _GRAPH_PARTS = {"attention": "attn", "mlp": "mlp", "moe": "moe_router"}
 
 
 class Execution:
-    """What surrounds the formula of layers with one config."""
+    """Recomputation, offloading, chunks and graphs around the formula of layers with one config."""
 
     open_pass: Callable[[], AbstractContextManager[Any]] = staticmethod(nullcontext)
-    """Opens what a pass through all layers of a stage runs in."""
+    """Open the context in which a pass through all layers of a stage runs."""
     fuses_norms = False
-    """Whether norms are parts of what a library computes behind them."""
+    """True where norms are parts of the products that a library computes behind them."""
 
     def __init__(self, config: TransformerConfig) -> None:
         self.config, self.policy = config, ActivationPolicy(config)
@@ -109,18 +109,18 @@ class Execution:
         return divide_layers(self.config, layers)
 
     def build_offloader(self, stage: int) -> Offloader | None:
-        """What moves activations of a pipeline stage, from 0, to the host; None where nothing goes."""
+        """Build the mover of activations to the host for a pipeline stage, from 0; None where nothing goes."""
         choice = self.policy.choose_offload(stage)
         return None if choice is None else Offloader(choice)
 
     @property
     def recomputes_prediction(self) -> bool:
-        """Whether full recomputation covers layers behind the decoder's: each is a unit of its own, which `block`,
-        counting the layers of a stage, says nothing about."""
+        """True where full recomputation covers layers behind the decoder's: each is a unit of its own, about which
+        `block`, counting the layers of a stage, says nothing."""
         return self.config.recompute_granularity == "full" and self.config.recompute_method == "uniform"
 
     def open_passes(self, recorder: Recorder) -> Passes:
-        """The passes of a stage whose layers are launched as CUDA graphs."""
+        """Begin the passes of a stage whose layers are launched as CUDA graphs."""
         return Passes(recorder, self.config.cuda_graph_warmup_steps)
 
     def record(self, layer: Any, passes: Passes, *, is_recomputed: bool) -> None:
