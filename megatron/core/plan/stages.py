@@ -9,13 +9,13 @@
 | a layout, or letters with cuts        | as written                                                                  |
 
 With several chunks per process, virtual stages are laid on processes by VirtualStages; layers keep their global order.
+config is a TransformerConfig, which itself asks here whether its layers can be dealt out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.core.errors import ConfigError
 from megatron.core.mesh import VirtualStages
@@ -26,25 +26,6 @@ if TYPE_CHECKING:
 
 # Bounds what `(((t)*999)*999)*999` may write out, before the memory is there to notice.
 _LONGEST = 65536
-
-
-class HasStages(Protocol):
-    """The fields of a TransformerConfig that say how its layers are divided over the pipeline."""
-
-    num_layers: int
-    mtp_num_layers: int | None
-    hybrid_layer_pattern: str | None
-    pipeline_model_parallel_size: int
-    virtual_pipeline_model_parallel_size: int | None
-    pipeline_schedule: Literal["1f1b", "interleaved", "gpipe", "zb-h1", "zb-v"] | None
-    pipeline_model_parallel_layout: str | None
-    decoder_first_pipeline_num_layers: int | None
-    decoder_last_pipeline_num_layers: int | None
-    account_for_embedding_in_pipeline_split: bool
-    account_for_loss_in_pipeline_split: bool
-
-    def division_problems(self, stages: int, chunks: int) -> Iterator[str]:
-        """Yield what stands against dealing the layers out to so many stages and chunks."""
 
 
 class StageContent(NamedTuple):
@@ -61,7 +42,7 @@ class StageContent(NamedTuple):
     """The final norm: before multi-token prediction where there is any, else before the output layer."""
 
 
-def build_virtual_stages(config: HasStages) -> VirtualStages:
+def build_virtual_stages(config: Any) -> VirtualStages:
     """Build the pipeline that the settings describe: its processes, and the chunks of each."""
     return VirtualStages(
         config.pipeline_model_parallel_size,
@@ -70,7 +51,7 @@ def build_virtual_stages(config: HasStages) -> VirtualStages:
     )
 
 
-def build_pipeline_layout(config: HasStages, shape: VirtualStages) -> list[StageContent]:
+def build_pipeline_layout(config: Any, shape: VirtualStages) -> list[StageContent]:
     """Deal the layers out: what lies on each virtual stage, in the order of the stages. Raises ConfigError where the
     layers cannot be dealt out so."""
     # Asked again with the sizes of the real groups, which a caller may have built apart from the config.
@@ -99,7 +80,7 @@ def build_pipeline_layout(config: HasStages, shape: VirtualStages) -> list[Stage
     ]
 
 
-def count_most_layers(config: HasStages) -> int | None:
+def count_most_layers(config: Any) -> int | None:
     """Count the layers of the process of the pipeline that has the most; None where they cannot be dealt out."""
     shape = build_virtual_stages(config)
     if not config.num_layers or any(config.division_problems(shape.stages, shape.chunks)):
@@ -110,7 +91,7 @@ def count_most_layers(config: HasStages) -> int | None:
     return max(layers)
 
 
-def find_decoder_end(config: HasStages, shape: VirtualStages) -> int:
+def find_decoder_end(config: Any, shape: VirtualStages) -> int:
     """Find the virtual stage of the final norm, and of multi-token prediction, if any: the last one unless a layout
     says otherwise."""
     written = config.pipeline_model_parallel_layout
@@ -128,7 +109,7 @@ class EmbeddingUse(NamedTuple):
     """Process -> the first of its chunks that uses it, from which later ones take it."""
 
 
-def find_embedding_use(config: HasStages, shape: VirtualStages, *, is_tied: bool) -> EmbeddingUse:
+def find_embedding_use(config: Any, shape: VirtualStages, *, is_tied: bool) -> EmbeddingUse:
     """Find the processes and chunks that hold the word embedding's weight."""
     owners: dict[int, int] = {}
     for stage, content in enumerate(build_pipeline_layout(config, shape)):
@@ -138,13 +119,13 @@ def find_embedding_use(config: HasStages, shape: VirtualStages, *, is_tied: bool
     return EmbeddingUse(tuple(sorted(owners)), owners)
 
 
-def find_content_of_stage(config: HasStages, pp_group: Group, vp_stage: int | None = None) -> StageContent:
+def find_content_of_stage(config: Any, pp_group: Group, vp_stage: int | None = None) -> StageContent:
     """Find the content of this process's stage; with several chunks, on its chunk `vp_stage`."""
     shape = fit_virtual_stages(config, pp_group)
     return build_pipeline_layout(config, shape)[shape.index(pp_group.rank(), vp_stage or 0)]
 
 
-def fit_virtual_stages(config: HasStages, pp_group: Group) -> VirtualStages:
+def fit_virtual_stages(config: Any, pp_group: Group) -> VirtualStages:
     """The pipeline that the settings describe, over the processes of a group: a model may be built on groups of its
     own, whatever its config says."""
     shape = build_virtual_stages(config)
@@ -162,7 +143,7 @@ def parse_layout(text: str) -> list[str]:
     return expanded.split("|") if expanded is not None and set(expanded) <= set("EtmL|") else []
 
 
-def _even_counts(config: HasStages, layers: int, shape: VirtualStages) -> list[int]:
+def _even_counts(config: Any, layers: int, shape: VirtualStages) -> list[int]:
     embedding, loss = config.account_for_embedding_in_pipeline_split, config.account_for_loss_in_pipeline_split
     counts = [(layers + embedding + loss) // shape.count] * shape.count
     # Counted as layers and taken off again: the stages with embedding or loss get that many layers less.
@@ -171,7 +152,7 @@ def _even_counts(config: HasStages, layers: int, shape: VirtualStages) -> list[i
     return counts
 
 
-def _uneven_counts(config: HasStages, layers: int, shape: VirtualStages) -> list[int]:
+def _uneven_counts(config: Any, layers: int, shape: VirtualStages) -> list[int]:
     # With one stage both name the same process, and the last one written wins.
     given = {0: config.decoder_first_pipeline_num_layers, shape.stages - 1: config.decoder_last_pipeline_num_layers}
     fixed = {rank: count for rank, count in given.items() if count is not None}
