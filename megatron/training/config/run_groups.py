@@ -52,7 +52,7 @@ class RunGroups:
 
     @property
     def is_divisible(self) -> bool:
-        """Whether the copies of the model use all processes of the job."""
+        """True where the copies of the model use all processes of the job."""
         return self.world_size % self.processes_per_copy == 0
 
     @property
@@ -63,13 +63,13 @@ class RunGroups:
 
     @property
     def ties_embeddings(self) -> bool:
-        """Whether the output layer is the embedding's weight."""
+        """True where the output layer is the embedding's weight."""
         return not self.gpt.untie_embeddings_and_output_weights
 
     @property
     def joins_norms(self) -> bool:
-        """Whether upstream's programs name norms as parts of the linear layers behind them, as its Transformer Engine
-        layers do."""
+        """True where upstream's programs name norms as parts of the linear layers behind them, as its Transformer
+        Engine layers do."""
         return self.gpt.transformer_impl == "transformer_engine"
 
     def say(self, name: str) -> str:

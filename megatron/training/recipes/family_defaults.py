@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the fields of a config.json mean that it leaves out, by the classes of Hugging Face transformers.
+"""Meaning of the fields that a config.json leaves out, by the classes of Hugging Face transformers.
 
 `DEFAULTS` has every field of a family's class that changes the model, with the class's default; a test compares it with
 the installed release. Layers of multi-token prediction are none where a file does not name them: the classes leave them
@@ -143,7 +143,7 @@ DEFAULTS: Mapping[str, Fields] = {
 
 
 def _fill_layers(fields: Fields, is_local: Mapping[int, bool], local: str = "sliding_attention") -> None:
-    """Which layers have a window or chunks, where a file does not say it layer by layer."""
+    """Fill in which layers have a window or chunks, where a file does not say it layer by layer."""
     if fields["layer_types"] is None:
         fields["layer_types"] = [local if is_local[layer] else "full_attention" for layer in is_local]
 
@@ -254,7 +254,7 @@ def complete_latent(fields: Fields) -> Fields:
 
 
 def complete_deepseek_v2(fields: Fields) -> Fields:
-    """Where experts are chosen one by one, groups that a config.json gives mean nothing."""
+    """Set aside the groups of a config.json whose experts are chosen one by one: there they mean nothing."""
     if fields["topk_method"] == "greedy":
         fields |= {"n_group": 1, "topk_group": 1}
     elif not fields["n_group"] or not fields["topk_group"]:
@@ -265,7 +265,7 @@ def complete_deepseek_v2(fields: Fields) -> Fields:
 
 
 def complete_llama4(fields: Fields) -> Fields:
-    """Which layers have positions, chunks and experts, where a config.json gives only how often they come."""
+    """Fill in which layers have positions, chunks and experts, where a config.json gives only how often they come."""
     every, step = fields.pop("no_rope_layer_interval"), fields.pop("interleave_moe_layer_step")
     layers = _list_layers(fields)
     rotated = fields["no_rope_layers"] or [int(layer % every != 0) for layer in layers]

@@ -350,7 +350,7 @@ def _judge_layers(family: Family, config: Mapping[str, Any], setting: Setting, v
 
 
 def _describe_pattern(is_other: Sequence[bool], other: str, usual: str, *, divides: bool = False) -> str:
-    """Which layers are not like the others: n for every n-th, or an entry for each layer.
+    """Describe the layers that are not like the others: n for every n-th, or an entry for each layer.
 
     divides: n must divide the number of layers.
     """

@@ -61,8 +61,8 @@ class _Rounded(NamedTuple):
 
 
 class ProductReference:
-    """What the three products of one layer should be; see the module. weights [out, in], or [experts, out, in] with the
-    rows of each expert."""
+    """The expected values of the three products of one layer; see the module. weights [out, in], or
+    [experts, out, in] with the rows of each expert."""
 
     def __init__(self, settings: PrecisionFields) -> None:
         assert settings.few_bits_recipe is not None
@@ -117,7 +117,7 @@ class ProductReference:
         return torch.stack([w.mT if along_out else w for w in matrices])
 
     def _find_amax(self, operand: int, x: Tensor) -> Tensor:
-        """What the scale of a whole matrix follows from."""
+        """Find the largest magnitude, from which the scale of a whole matrix follows."""
         own = x.detach().abs().max().float() if x.numel() else torch.zeros(())
         if self.recipe != "delayed":
             return own

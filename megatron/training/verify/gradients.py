@@ -62,7 +62,7 @@ class SlopeError(NamedTuple):
 
 @dataclass
 class SlopeReport:
-    """What came of all tensors."""
+    """The outcome for all tensors."""
 
     loss: float
     gradients: dict[str, Tensor]
@@ -139,7 +139,7 @@ class _Slope(NamedTuple):
     found: float
     """By the gradient."""
     noise: float
-    """What the rounding of the loss may add to the first."""
+    """The most that the rounding of the loss may add to the first."""
 
     @property
     def difference(self) -> float:

@@ -36,7 +36,7 @@ class Evaluation(NamedTuple):
     """For each router the experts [T, k] of each microbatch."""
 
     def chooses_as(self, other: Evaluation) -> bool:
-        """Whether every token goes to the same experts."""
+        """Return True where every token goes to the same experts."""
         pairs = zip(itertools.chain(*self.choices), itertools.chain(*other.choices), strict=True)
         return all(torch.equal(*pair) for pair in pairs)
 
@@ -92,7 +92,7 @@ class LossFunction:
         return main + sum(self._list_further(routed if per_token else 1, per_token)), tokens
 
     def _list_further(self, routed: int, per_token: bool) -> Iterator[float]:
-        """What a microbatch adds to its main loss: balancing losses of routers, losses of further tokens."""
+        """Add up a microbatch's losses beside its main one: balancing losses of routers, losses of further tokens."""
         model = self.run.config.model
         for router in self.routers:
             taken = router.take_losses()

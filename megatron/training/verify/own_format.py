@@ -32,7 +32,7 @@ _NEGLIGIBLE = 1e-3
 
 @dataclass
 class FormatReport:
-    """What came of the step in its own format."""
+    """The outcome of the step in its own format."""
 
     dtype: str
     """Name of its number format; `FP8 hybrid, ...` for products in few bits."""
