@@ -69,10 +69,15 @@ def add_checkpoint_arguments(parsed: ParsedFlags) -> None:
         path = _checkpoint(Path(root), given.get("ckpt_step"))
         if path is None and _enter_upstream(parsed, Path(root), given):
             return
-        origin = find_hf_directory(given.get("pretrained_checkpoint"))
-        if path is None and origin is not None:
-            _enter_hugging_face(parsed, origin, given)
-            return
+        base = given.get("pretrained_checkpoint")
+        if path is None and base is not None and base != root:
+            # The run will begin with it. --ckpt-step is one of --load.
+            if (origin := find_hf_directory(base)) is not None:
+                _enter_hugging_face(parsed, origin, given)
+                return
+            root, path = base, _checkpoint(Path(base), None)
+            if path is None and _enter_upstream(parsed, Path(base), given | {"ckpt_step": None}):
+                return
         # The first start of a script that also serves to continue.
         if path is None and given.get("save") == root:
             parsed.notes.append(

@@ -55,6 +55,16 @@ def test_the_model_is_the_checkpoints(saved: Path) -> None:
         read("--load", saved)
 
 
+def test_the_model_is_the_pretrained_checkpoints_until_the_run_has_one(saved: Path, tmp_path: Path) -> None:
+    tuned = tmp_path / "tuned"
+    flags = ("--pretrained-checkpoint", saved, "--load", tuned, "--save", tuned, "--use-checkpoint-args")
+    assert read(*flags).model.num_layers == 3
+    shutil.copytree(saved, tuned)
+    assert read("--pretrained-checkpoint", tmp_path / "none", *flags[2:]).model.num_layers == 3
+    with pytest.raises(ConfigError, match="--use-checkpoint-args: .*none does not exist; write the flags out$"):
+        read("--pretrained-checkpoint", tmp_path / "none", "--load", tmp_path / "none2", "--use-checkpoint-args")
+
+
 def test_no_setting_of_the_model_is_forgotten() -> None:
     """Without one of them the checkpoint would be refused as another model's."""
     settings = get_settings(TransformerConfig)
