@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 Box = tuple[tuple[int, int], ...]
 """(start, length) for every dimension of a tensor."""
 
-Kind = Literal["matrix", "router", "embedding", "positions", "head", "vector", "norm", "qk_norm"]
+Kind = Literal["matrix", "router", "embedding", "positions", "head", "filter", "vector", "norm", "qk_norm"]
 """What a parameter is to the network.
 
     matrix      weight of a linear layer inside the network; a stack of them for experts
@@ -47,6 +47,7 @@ Kind = Literal["matrix", "router", "embedding", "positions", "head", "vector", "
     embedding   a row for each token of the vocabulary
     positions   a row for each position
     head        output layer, hidden states to logits: a row for each token; also where it is a copy of the embedding
+    filter      filters of a convolution, one for each channel
     vector      bias, scale, attention sink: one number for each channel, head or expert
     norm        weight or bias of a normalisation of the hidden states
     qk_norm     weight or bias of a normalisation of queries or keys

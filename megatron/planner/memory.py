@@ -31,7 +31,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.core.plan.kinds import Counts, Tokens, count_norm, find_kind
+from megatron.core.plan.branch_kind import Counts, Tokens, count_norm
+from megatron.core.plan.kinds import find_kind
 from megatron.core.plan.model_plan import LayerPlan
 from megatron.core.plan.read import read_plan
 

@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.core.pipeline_parallel.schedules import build_tables
-from megatron.core.plan.kinds import Kept, Tokens, find_kind
+from megatron.core.plan.branch_kind import Kept, Tokens
+from megatron.core.plan.kinds import find_kind
 from megatron.core.plan.model_plan import Branch, LayerPlan
 from megatron.core.plan.read import read_plan
 from megatron.core.plan.stages import StageContent, build_pipeline_layout, build_virtual_stages

@@ -27,7 +27,7 @@ MICRO_BATCH = "--micro-batch-size 3"  # four microbatches for one replica
 TWO = "--micro-batch-size=2"  # so that three replicas share the batch
 ONE = "--micro-batch-size=1"  # so that four do
 # With tied embeddings, learned positions and biases; with untied ones, RoPE and fewer key-value heads than four ranks;
-# with latent attention, and with experts beside it.
+# with latent attention, and with experts beside it; with mixers that have a state.
 SMALL = {
     "gpt2": [
         "tp2", "tp2,sp,--loss-chunk-size=3", "tp4", "pp2", "pp2,vpp2", "pp2,--pipeline-schedule=zb-v", "tp2,pp2",
@@ -46,6 +46,11 @@ SMALL = {
         "cp4,--cp-comm-type=a2a+p2p,--hierarchical-context-parallel-sizes 2 2", "pp2,vpp2",
         "pp2,--pipeline-schedule=zb-v", "dp2,dist-opt", "dp2,fsdp2",
         "tp2,sp,pp2,--pipeline-schedule=zb-h1,--recompute-granularity selective,--recompute-modules mla_up_proj",
+    ],
+    "states": [
+        "tp2,sp", "cp2", "tp2,cp2,--dataloader-inter-document-masking,--micro-batch-size=1",
+        "pp2,--pipeline-schedule=zb-v", "pp2,vpp2,--recompute-granularity full,--recompute-method block,"
+        "--recompute-num-layers 1", "dp2,dist-opt", "dp2,fsdp2",
     ],
     "deepseek": ["tp2,sp,ep2,etp1,--moe-token-dispatcher-type=alltoall", "tp2,pp2,ep2,etp1"],
 }  # fmt: skip

@@ -26,7 +26,7 @@ from tests.support.source_code import ROOT, Import, Source, docstrings, dotted
 KERNELS = ("core.kernels", "core.activations", "core.fp8", "core.fp4")
 """GPU kernels, and the modules of the ground that use them."""
 GROUND = ("core", "core.sequences", "core.plan", "core.dist_checkpointing", *KERNELS)
-MODEL_TOWER = ("core.context_parallel", "core.tensor_parallel", "core.transformer", "core.models")
+MODEL_TOWER = ("core.context_parallel", "core.tensor_parallel", "core.transformer", "core.ssm", "core.models")
 ENGINE_TOWER = (
     "core.tokenizers",
     "core.datasets",
@@ -66,7 +66,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "core.context_parallel": ("core",),
     "core.tensor_parallel": ("core", *KERNELS),
     "core.transformer": (*GROUND, "core.context_parallel", "core.tensor_parallel"),
-    "core.models": (*GROUND, "core.context_parallel", "core.tensor_parallel", "core.transformer"),
+    "core.ssm": (*GROUND, "core.context_parallel", "core.tensor_parallel", "core.transformer"),
+    "core.models": (*GROUND, "core.context_parallel", "core.tensor_parallel", "core.transformer", "core.ssm"),
     "core.tokenizers": ("core",),
     "core.datasets": ("core", "core.tokenizers"),
     "core.distributed": ("core",),

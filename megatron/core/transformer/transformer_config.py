@@ -21,6 +21,7 @@ from megatron.core.transformer.config_fields.mup import MuPFields
 from megatron.core.transformer.config_fields.pipeline import PipelineFields
 from megatron.core.transformer.config_fields.positions import compute_yarn_magnitude
 from megatron.core.transformer.config_fields.precision import LAST_BLOCK, MULTIPLES, PrecisionFields
+from megatron.core.transformer.config_fields.state_mixers import StateMixerFields
 
 
 @dataclass(kw_only=True)
@@ -31,6 +32,7 @@ class TransformerConfig(
     MuPFields,
     InitializationFields,
     PrecisionFields,
+    StateMixerFields,
     LatentAttentionFields,
     AttentionFields,
 ):

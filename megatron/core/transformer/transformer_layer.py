@@ -16,7 +16,7 @@ chosen by Execution.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor
@@ -49,6 +49,8 @@ class TransformerLayerSubmodules:
     post_mlp_layernorm: Any = None
     moe: Any = None
     """What takes the place of `mlp` in layers with experts."""
+    other_kinds: Mapping[str, Any] = field(default_factory=dict)
+    """Parts of further kinds of branches (core/plan/kinds.py), by name."""
 
 
 _NORMS = {
@@ -116,7 +118,11 @@ class TransformerLayer(MegatronModule):
         policy: Literal["attention", "mlp", "moe"] = "attention"
         if kind.attribute == "mlp":
             policy = "moe" if kind.name == "experts" else "mlp"
-        spec = kind.spec or getattr(submodules, "moe" if policy == "moe" else kind.attribute, None)
+        spec = (
+            kind.spec
+            or submodules.other_kinds.get(kind.name)
+            or getattr(submodules, "moe" if policy == "moe" else kind.attribute, None)
+        )
         if spec is None and policy == "moe" and submodules.mlp is not None:
             raise ConfigError("--num-experts needs a layer with experts; let the spec's layer have a part `moe`")
         if spec is None:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megatron.core.errors import ConfigError
 from megatron.core.plan import kinds
-from megatron.core.plan.kinds import BranchKind, Config, Counts, Kept, Tokens, count_norm, keep_input, register_kind
+from megatron.core.plan.branch_kind import BranchKind, Config, Counts, Kept, Tokens, count_norm, keep_input
+from megatron.core.plan.kinds import register_kind
 from megatron.core.plan.letters import Letters, find_letters_problem, split_letters
 from megatron.core.plan.model_plan import Branch
 from megatron.core.plan.read import read_plan
@@ -166,7 +167,7 @@ def test_what_no_kind_can_be(with_mean: None, name: str, letter: str, problem: s
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ("--num-layers 2 --hybrid-layer-pattern *M", "--hybrid-layer-pattern *M has the letter 'M', for which"),
+        ("--num-layers 2 --hybrid-layer-pattern *X", "--hybrid-layer-pattern *X has the letter 'X', for which"),
         ("--num-layers 3 --hybrid-layer-pattern *-", "--num-layers 3 contradicts --hybrid-layer-pattern *-, which has"),
         ("--num-layers 2 --hybrid-layer-pattern *E", "contradicts --num-experts: the letter E and that flag go"),
         ("--num-layers 2 --hybrid-layer-pattern *- --num-experts 4", "contradicts --num-experts: the letter E"),

@@ -10,6 +10,10 @@ from collections.abc import Sequence
 from megatron.core.device import current_device
 from megatron.core.errors import ConfigError
 from megatron.core.plan.read import read_plan
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.kimi_delta_attention import KimiDeltaAttention
+from megatron.core.ssm.mamba_mixer import MambaMixer
+from megatron.core.ssm.state_mixer import StateMixer, get_state_mixer_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
@@ -28,6 +32,13 @@ from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+STATE_MIXERS: dict[str, type[StateMixer]] = {
+    "mamba": MambaMixer,
+    "gated_delta_net": GatedDeltaNet,
+    "kimi_delta": KimiDeltaAttention,
+}
+"""Kinds of branches (core/plan/kinds.py) whose state has a constant size."""
 
 
 def get_mlp_module_spec() -> ModuleSpec:
@@ -120,6 +131,7 @@ def get_gpt_layer_local_spec(
             post_mlp_layernorm=build_norm,
             # Both forms of the MLP: each layer takes one, by its number and the config's pattern.
             moe=get_moe_module_spec(),
+            other_kinds={name: get_state_mixer_spec(mixer) for name, mixer in STATE_MIXERS.items()},
         ),
     )
 

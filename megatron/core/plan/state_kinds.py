@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kinds of branches whose state has a constant size: Mamba-2, gated delta nets, Kimi delta attention (core/ssm).
+
+Their two projections and the convolution are divided over tensor-parallel ranks by heads. Beyond its matrices a token
+costs products with a state of K x V numbers for each head: it is read and written, with the delta rule read once more.
+Within a chunk of tokens they are made from pairs of tokens instead; that work is the computation's, not the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.core.plan.branch_kind import BranchKind, Config, Counts, Kept, Tokens, count_bytes, count_norm, keep_input
+from megatron.core.plan.model_plan import Branch
+
+
+def list_mamba_sections(config: Config) -> dict[str, int]:
+    """The outputs of a Mamba-2 layer's first projection, section by section."""
+    inner, states = config.mamba_inner_width, config.mamba_num_groups * config.mamba_state_dim
+    return {"z": inner, "x": inner, "B": states, "C": states, "dt": inner // config.mamba_head_dim}
+
+
+def list_delta_sections(config: Config) -> dict[str, int]:
+    """The outputs of a gated delta net's first projection, section by section."""
+    keys, heads = config.linear_num_key_heads * config.linear_key_head_dim, config.linear_num_value_heads
+    values = heads * config.linear_value_head_dim
+    return {"query": keys, "key": keys, "value": values, "z": values, "beta": heads, "alpha": heads}
+
+
+def list_kimi_sections(config: Config) -> dict[str, int]:
+    """The outputs of Kimi delta attention's first projection, section by section."""
+    heads = config.linear_num_value_heads
+    width = heads * config.linear_value_head_dim
+    return dict.fromkeys(("query", "key", "value", "g", "z"), width) | {"beta": heads}
+
+
+def _count(config: Config, sections: dict[str, int], filters: int) -> Counts:
+    """filters: elements of the convolution."""
+    projections = config.hidden_size * (sum(sections.values()) + sections["z"])
+    return Counts(projections + filters, replicated=count_norm(config))
+
+
+def _count_mamba(config: Config, branch: Branch) -> Counts:
+    sections = list_mamba_sections(config)
+    return _count(config, sections, 4 * (sections["x"] + sections["B"] + sections["C"]))
+
+
+def _count_delta(config: Config, branch: Branch) -> Counts:
+    return _count_convolved(config, list_delta_sections(config))
+
+
+def _count_kimi(config: Config, branch: Branch) -> Counts:
+    return _count_convolved(config, list_kimi_sections(config))
+
+
+def _count_convolved(config: Config, sections: dict[str, int]) -> Counts:
+    channels = sections["query"] + sections["key"] + sections["value"]
+    return _count(config, sections, config.linear_conv_kernel_dim * channels)
+
+
+def _work_with_sums(config: Config, branch: Branch, seq_length: int) -> int:
+    # Written and read once; D multiplies each channel.
+    work: int = config.mamba_inner_width * (2 * config.mamba_state_dim + 1)
+    return work
+
+
+def _work_with_corrections(config: Config, branch: Branch, seq_length: int) -> int:
+    work: int = 3 * config.linear_num_value_heads * config.linear_value_head_dim * config.linear_key_head_dim
+    return work
+
+
+def _keep(config: Config, tokens: Tokens, sections: dict[str, int], convolved: tuple[str, ...]) -> Iterator[Kept]:
+    yield from keep_input(config, Branch(""), tokens, "attn_norm", "qkv_linear")
+    per_channel = tokens.all * count_bytes(config) / config.tensor_model_parallel_size
+    of_convolution = per_channel * sum(sections[name] for name in convolved)
+    yield Kept("the sections of its first product", per_channel * sum(sections.values()), is_factor=True)
+    yield Kept("the convolution's output", of_convolution, has_gradient=True)
+    yield Kept("its activation", of_convolution, has_gradient=True)
+    yield Kept("the state's output, before and after its gate", 2 * per_channel * sections["z"], is_factor=True)
+
+
+def _keep_mamba(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:
+    return _keep(config, tokens, list_mamba_sections(config), ("x", "B", "C"))
+
+
+def _keep_delta(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:
+    return _keep(config, tokens, list_delta_sections(config), ("query", "key", "value"))
+
+
+def _keep_kimi(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:
+    return _keep(config, tokens, list_kimi_sections(config), ("query", "key", "value"))
+
+
+MAMBA = BranchKind("mamba", "M", "mixer", _count_mamba, _keep_mamba, _work_with_sums, "per sequence")
+GATED_DELTA_NET = BranchKind(
+    "gated_delta_net", "G", "self_attention", _count_delta, _keep_delta, _work_with_corrections, "per sequence"
+)
+KIMI_DELTA = BranchKind(
+    "kimi_delta", "K", "self_attention", _count_kimi, _keep_kimi, _work_with_corrections, "per sequence"
+)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contiguous pieces of a sequence that a rank holds, and what passes from each to the next.
+
+A mixer with a state goes over tokens in their order. Under context parallelism a rank holds two pieces of each sequence
+(context_parallel/sharding.py), which it computes side by side, as if they were different sequences; what a piece needs
+of those before it is handed over:
+
+    convolution   the last tokens of the piece before
+    state         each piece maps the state before it, S, to M S + T; ranks gather M and T [K, K + V] of all pieces,
+                  small beside the tokens, and find the states before their pieces: exact, whatever the decay
+
+Documents that are packed into a sequence are kept apart: nothing passes from one to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.core.context_parallel.sharding import list_pieces_of_rank
+from megatron.core.errors import ConfigError
+from megatron.core.process_groups_config import Group
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+
+class Pieces:
+    """A rank's pieces of sequences of `length` tokens: one without context parallelism, else two.
+
+    bounds: where packed documents begin and end in the whole sequence, 0, ..., length; None where every sequence is one
+    document.
+    """
+
+    def __init__(self, group: Group, length: int, bounds: Sequence[int] | None, device: torch.device) -> None:
+        self._group = group
+        count = 1 if group.size() == 1 else 2 * group.size()
+        self._numbers = list_pieces_of_rank(group.rank(), group.size()) if count > 1 else (0,)
+        self._size, self._count = length // count, count
+        self._documents: Tensor | None = None
+        self._continues = [piece > 0 for piece in range(count)]
+        """For every piece of the sequence: whether its first token goes on with the document before it."""
+        if bounds is not None:
+            ends = torch.tensor(bounds)
+            numbers = torch.arange(len(bounds) - 1).repeat_interleave(ends.diff())
+            self._documents = numbers.to(device)
+            self._continues = [piece > 0 and piece * self._size not in bounds for piece in range(count)]
+
+    def split(self, x: Tensor) -> Tensor:
+        """[pieces x tokens, b, ...] -> [tokens, pieces x b, ...]."""
+        return x if self._count == 1 else torch.cat(x.chunk(2), dim=1)
+
+    def join(self, x: Tensor) -> Tensor:
+        """[tokens, pieces x b, ...] -> [pieces x tokens, b, ...]."""
+        return x if self._count == 1 else torch.cat(x.chunk(2, dim=1))
+
+    def list_documents(self, before: int = 0) -> Tensor | None:
+        """The number of each token's document, int [pieces, before + tokens], with so many tokens before each piece;
+        -1 before the sequence. None where there is one document."""
+        if self._documents is None:
+            return None
+        padded = torch.cat([self._documents.new_full((before,), -1), self._documents])
+        starts = [piece * self._size for piece in self._numbers]
+        return torch.stack([padded[start : start + before + self._size] for start in starts])
+
+    def fetch_before(self, x: Tensor, tokens: int) -> Tensor | None:
+        """The last tokens of the piece before each of ours, [tokens, pieces x b, c], of x [.., pieces x b, c]; zeros
+        before the sequence. None without context parallelism: there is nothing before. Raises ConfigError for pieces of
+        fewer tokens."""
+        if self._count == 1:
+            return None
+        if self._size < tokens:
+            raise ConfigError(
+                f"--context-parallel-size {self._group.size()} leaves pieces of {self._size} tokens, and a convolution "
+                f"reads the {tokens} tokens before each; use sequences of at least {tokens * self._count} tokens"
+            )
+        ends = self._gather(x[-tokens:].movedim(1, 0).unflatten(0, (2, -1)))  # [pieces of all, b, tokens, c]
+        before = [ends[piece - 1] if piece else torch.zeros_like(ends[0]) for piece in self._numbers]
+        return torch.cat(before).movedim(0, 1)
+
+    def hand_over(self, final: Tensor, width: int) -> Tensor:
+        """The state before each of our pieces, [pieces x b, H, K, V], from the states that all pieces end with.
+
+        final: [pieces x b, H, K, V + K], T and M side by side; width: V.
+        """
+        of_pieces = self._gather(final.unflatten(0, (2, -1)))  # [pieces of all, b, H, K, V + K]
+        state = torch.zeros_like(of_pieces[0, ..., :width])
+        before = []
+        for piece in range(self._count):
+            if not self._continues[piece]:
+                state = torch.zeros_like(state)
+            before.append(state)
+            change, transition = of_pieces[piece].split([width, final.shape[-1] - width], dim=-1)
+            state = transition @ state + change
+        return torch.cat([before[piece] for piece in self._numbers])
+
+    def _gather(self, x: Tensor) -> Tensor:
+        """[2, ...] of each rank -> [pieces, ...] in the order of the sequence."""
+        gathered = gather_from_sequence_parallel_region(x.contiguous(), self._group)
+        size = self._group.size()
+        order = [piece for rank in range(size) for piece in list_pieces_of_rank(rank, size)]
+        return torch.stack([gathered[order.index(piece)] for piece in range(self._count)])
+
+    @property
+    def is_divided(self) -> bool:
+        """True under context parallelism, where states are handed over."""
+        return self._count > 1

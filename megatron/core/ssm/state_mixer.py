@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The frame of mixers whose state has a constant size: project, convolve, attend with decay, gate, project.
+
+    hidden states [s, b, h] -> in_proj -> sections, of which the first or middle ones pass a short causal convolution
+    -> queries, keys, values, decay -> linear attention (linear_attention.py) -> gate and norm -> out_proj -> [s, b, h]
+
+Heads, and with them the sections of the projection, are divided over the tensor-parallel group. Under context
+parallelism a rank computes its pieces of the sequence from the state that is handed over to them (pieces.py).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.errors import ConfigError
+from megatron.core.inference_context import InferenceContext
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.placement import Part
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.convolution import CausalConvolution
+from megatron.core.ssm.linear_attention import attend, attend_step
+from megatron.core.ssm.pieces import Pieces
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    LayerOutput,
+    RowParallelLinear,
+    tensor_parallel_split,
+)
+from megatron.core.tensor_parallel.parameters import Initialiser, declare_parameter
+from megatron.core.transformer.initialisers import input_initialiser, output_initialiser
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class StateMixerSubmodules:
+    """The two projections: specs or classes."""
+
+    in_proj: Any
+    out_proj: Any
+
+
+class Attended(NamedTuple):
+    """What linear attention reads: see `attend`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    log_decay: Tensor
+    erase: Tensor | None
+
+
+class StateMixer(MegatronModule):
+    """[s, b, h] -> [s, b, h] and no bias; a kind says its sections and the arithmetic between the projections."""
+
+    title: ClassVar[str]
+    """Name in messages."""
+    convolved: ClassVar[Sequence[str]]
+    """Sections that pass the convolution; neighbours."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: StateMixerSubmodules,
+        layer_number: int = 1,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
+        self.layer_number = layer_number
+        ranks = self.groups.tp.size()
+        self.sections = self.list_sections()
+        for name, size in self.sections.items():
+            if size % ranks:
+                raise ConfigError(
+                    f"--tensor-model-parallel-size {ranks} does not divide the {size} channels of section {name} of "
+                    f"{self.title}"
+                )
+        parts = [Part(size, name=name) for name, size in self.sections.items()]
+        convolved = [part for part in parts if part.name in self.convolved]
+        channels = sum(part.size for part in convolved)
+        width, has_bias = self.convolution_form()
+        self.in_proj = build_module(
+            submodules.in_proj,
+            config.hidden_size,
+            sum(self.sections.values()),
+            config=config,
+            init_method=input_initialiser(config),
+            bias=False,
+            parts=parts,
+            tp_group=self.groups.tp,
+        )
+        self.conv1d = CausalConvolution(
+            channels, width, config=config, parts=convolved, bias=has_bias, tp_group=self.groups.tp
+        )
+        self.build_parameters()
+        self.out_proj = build_module(
+            submodules.out_proj,
+            self.sections["z"],
+            config.hidden_size,
+            config=config,
+            init_method=output_initialiser(config),
+            bias=False,
+            skip_bias_add=True,
+            tp_group=self.groups.tp,
+        )
+
+    # ---- what a kind says
+
+    @abstractmethod
+    def list_sections(self) -> dict[str, int]:
+        """The sections of the first projection's outputs in order, and their channels in the whole model; `z` gates."""
+
+    @abstractmethod
+    def convolution_form(self) -> tuple[int, bool]:
+        """Tokens that the convolution reads, and whether it has a bias."""
+
+    @abstractmethod
+    def build_parameters(self) -> None:
+        """Declare the parameters between the two projections, but for the convolution's."""
+
+    @abstractmethod
+    def prepare(self, section: dict[str, Tensor]) -> Attended:
+        """The inputs of linear attention from the sections [b, s, channels of this rank]; convolved ones are."""
+
+    @property
+    @abstractmethod
+    def state_shape(self) -> tuple[int, tuple[int, int]]:
+        """Heads of this rank, and channels of a key and of a value."""
+
+    @abstractmethod
+    def finish(self, output: Tensor, section: dict[str, Tensor]) -> Tensor:
+        """Gate and normalise: [b, s, heads, V] -> [b, s, channels of z]."""
+
+    # ---- the frame
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        rotation: object = None,
+        inference_context: InferenceContext | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> LayerOutput:
+        """[s, b, h] -> ([s, b, h], None); mask and rotation say nothing here: order is all that a state knows."""
+        projected = self.in_proj(hidden_states)[0]  # [s, b, sections of this rank]
+        if inference_context is not None:
+            mixed = self._mix_with_state(projected, inference_context)
+        else:
+            pieces = self._describe(projected, packed_seq_params)
+            mixed = pieces.join(self._mix(pieces.split(projected), pieces))
+        output: LayerOutput = self.out_proj(mixed)
+        return output
+
+    def _describe(self, projected: Tensor, packed: PackedSeqParams | None) -> Pieces:
+        group = self.groups.cp if packed is None or packed.cp_group is None else packed.cp_group
+        length = projected.shape[0] * group.size()
+        bounds = None if packed is None else packed.layout(length).bounds
+        return Pieces(group, length, bounds, projected.device)
+
+    def _mix(self, projected: Tensor, pieces: Pieces) -> Tensor:
+        """Everything between the projections: [s, b, sections] -> [s, b, channels of z]."""
+        before, convolved, after = projected.split(self._find_convolved(), dim=-1)
+        section = self._divide(before, self.conv1d(convolved, pieces), after)
+        attended = self.prepare(section)
+        return self.finish(self._attend(attended, pieces), section).transpose(0, 1)
+
+    def _mix_with_state(self, projected: Tensor, context: InferenceContext) -> Tensor:
+        """The same in generation: the convolution's last inputs and the state of each sequence are kept in context."""
+        heads, width = self.state_shape
+        tail = projected.new_zeros(self.conv1d.width - 1, self._find_convolved()[1])
+        state = projected.new_zeros(heads, *width, dtype=torch.promote_types(projected.dtype, torch.float32))
+        tails, states = context.read_recurrent(self.layer_number, tail, state)
+        parts = []
+        for rows, x in context.layout.group(projected):  # [n, sequences of the run, sections]
+            before, convolved, after = x.split(self._find_convolved(), dim=-1)
+            past = tails[rows].transpose(0, 1)  # [width - 1, sequences, channels]
+            section = self._divide(before, self.conv1d.convolve(convolved, past), after)
+            tails[rows] = torch.cat([past, convolved])[1 - self.conv1d.width :].transpose(0, 1)
+            attended = self.prepare(section)
+            if x.shape[0] == 1:
+                query, key, value, log_decay, erase = attended
+                erase = None if erase is None else erase[:, 0]
+                now = (query[:, 0], key[:, 0], value[:, 0], log_decay[:, 0])
+                output, states[rows] = attend_step(*now, erase, states[rows])
+                output = output.unsqueeze(1)
+            else:
+                output, states[rows] = attend(*attended, state=states[rows])
+            parts.append(self.finish(output, section).transpose(0, 1))
+        context.write_recurrent(self.layer_number, tails, states)
+        return context.layout.join(parts)
+
+    def _attend(self, inputs: Attended, pieces: Pieces) -> Tensor:
+        documents = pieces.list_documents()
+        if not pieces.is_divided:
+            return attend(*inputs, documents=documents)[0]
+        # Beside the outputs of each piece those that every channel of the unknown state before it would add.
+        batch, tokens, heads, width = inputs.value.shape
+        channels = inputs.key.shape[-1]
+        values = F.pad(inputs.value.to(torch.promote_types(inputs.value.dtype, torch.float32)), (0, channels))
+        unknown = torch.eye(channels, width + channels, device=values.device, dtype=values.dtype).roll(width, 1)
+        outputs, final = attend(
+            *inputs._replace(value=values),
+            state=unknown.expand(batch, heads, channels, width + channels),
+            documents=None if documents is None else documents.repeat_interleave(batch // documents.shape[0], dim=0),
+        )
+        own, added = outputs.split([width, channels], dim=-1)
+        state = pieces.hand_over(final, width)
+        return (own + torch.einsum("bshk,bhkv->bshv", added, state)).to(inputs.value.dtype)
+
+    def _find_convolved(self) -> list[int]:
+        """Channels of this rank before, in and after the sections that are convolved."""
+        names, ranks = list(self.sections), self.groups.tp.size()
+        first = names.index(self.convolved[0])
+        of = [size // ranks for size in self.sections.values()]
+        last = first + len(self.convolved)
+        return [sum(of[:first]), sum(of[first:last]), sum(of[last:])]
+
+    def _divide(self, before: Tensor, convolved: Tensor, after: Tensor) -> dict[str, Tensor]:
+        """The sections [b, s, channels of this rank] of [s, b, ...] before, in and after the convolution."""
+        x = torch.cat([before, F.silu(convolved), after], dim=-1).transpose(0, 1)
+        sizes = [size // self.groups.tp.size() for size in self.sections.values()]
+        return dict(zip(self.sections, x.split(sizes, dim=-1), strict=True))
+
+    def declare(self, size: int, init: Initialiser, *, is_divided: bool = True) -> torch.nn.Parameter:
+        """A parameter with one number for each head or channel; divided over the TP group, or whole on each rank, whose
+        gradient of it then is a partial sum."""
+        group = self.groups.tp
+        splits = tensor_parallel_split(0, group) if is_divided else ()
+        partial = () if is_divided or group.size() == 1 else ("tp",)
+        return declare_parameter(
+            (size,), init=init, dtype=self.parameter_dtype, splits=splits, partial_grad_axes=partial
+        )
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        """Of decay and norms."""
+        return self.in_proj.weight.dtype  # type: ignore[no-any-return]
+
+
+def get_state_mixer_spec(mixer: type[StateMixer]) -> ModuleSpec:
+    """Return the spec of a mixer with parallel linear layers."""
+    return ModuleSpec(module=mixer, submodules=StateMixerSubmodules(ColumnParallelLinear, RowParallelLinear))
+
+
+def log_uniform_decay(tensor: Tensor, generator: torch.Generator) -> None:
+    """Logarithms of numbers uniform in [1, 16]: the speeds of decay that heads start with."""
+    tensor.copy_(tensor.float().uniform_(1.0, 16.0, generator=generator).log_())
+
+
+def step_sizes(tensor: Tensor, generator: torch.Generator) -> None:
+    """Numbers whose softplus is between 0.001 and 0.1, uniform in its logarithm."""
+    low, high = 1e-3, 1e-1
+    drawn = torch.empty_like(tensor, dtype=torch.float32).uniform_(generator=generator)
+    steps = (low * (high / low) ** drawn).clamp(min=1e-4)
+    tensor.copy_(steps + torch.log(-torch.expm1(-steps)))

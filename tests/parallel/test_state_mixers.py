@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixers with a state on gloo ranks against one process: output, input gradient and every parameter's gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.collectives import all_gather_object, all_reduce
+from megatron.core.context_parallel.sharding import join_sequence, shard_sequence
+from megatron.core.mesh import RankGrid
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.placement import get_placement
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNet2
+from megatron.core.ssm.kimi_delta_attention import KimiDeltaAttention
+from megatron.core.ssm.mamba_mixer import MambaMixer
+from megatron.core.ssm.state_mixer import StateMixer, StateMixerSubmodules
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.parameters import initialise_parameters
+from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.parallel.harness import run_distributed
+
+HIDDEN, LENGTH = 72, 72
+BOUNDS = [0, 1, 20, 36, 43, 72]
+"""Documents: one token, one that ends with a piece, one that ends inside of one."""
+KINDS: dict[str, tuple[type[StateMixer], dict[str, Any]]] = {
+    "mamba": (MambaMixer, {"mamba_num_heads": 6, "mamba_head_dim": 10, "mamba_state_dim": 7, "mamba_num_groups": 2}),
+    "gdn": (GatedDeltaNet, {"linear_num_key_heads": 2, "linear_num_value_heads": 6}),
+    "gdn2": (GatedDeltaNet2, {"linear_num_key_heads": 2, "linear_num_value_heads": 6}),
+    "kda": (KimiDeltaAttention, {"linear_num_key_heads": 6, "linear_num_value_heads": 6, "linear_value_head_dim": 8}),
+}
+WIDTHS = {"linear_key_head_dim": 8, "linear_value_head_dim": 5}
+
+
+def run_mixer(kind: str, sizes: dict[str, int], is_packed: bool) -> dict[str, Tensor]:
+    """Output and gradients, put together from all ranks: by name, whole tensors."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    tp, cp = sizes.get("tp", 1), sizes.get("cp", 1)
+    groups = ProcessGroupCollection.build(RankGrid(world, tp=tp, cp=cp), dist.get_rank() if world > 1 else 0)
+    mixer_class, widths = KINDS[kind]
+    config = TransformerConfig(
+        num_layers=2, hidden_size=HIDDEN, num_attention_heads=6, normalization="RMSNorm", init_method_std=0.2,
+        tensor_model_parallel_size=tp, context_parallel_size=cp, sequence_parallel="sp" in sizes, **WIDTHS | widths,
+    )  # fmt: skip
+    mixer = mixer_class(config, StateMixerSubmodules(ColumnParallelLinear, RowParallelLinear), 1, groups)
+    initialise_parameters(mixer, seed=5)
+    torch.manual_seed(1)
+    batch = 1 if is_packed else 2
+    whole, weights = torch.randn(LENGTH, batch, HIDDEN), torch.randn(LENGTH, batch, HIDDEN)
+    tp_rank, cp_rank = groups.tp.rank(), groups.cp.rank()
+
+    def take(x: Tensor) -> Tensor:
+        x = shard_sequence(x, cp_rank, cp)
+        return x.chunk(tp)[tp_rank] if "sp" in sizes else x
+
+    hidden = take(whole).clone().requires_grad_()
+    packed = PackedSeqParams(cu_seqlens_q=torch.tensor(BOUNDS)) if is_packed else None
+    output, _ = mixer(hidden, packed_seq_params=packed)
+    (output * take(weights)).sum().backward()
+    found = {"output": output.detach(), "input": hidden.grad}
+    if "sp" in sizes:
+        found = {name: torch.cat(all_gather_object(x, groups.tp)) for name, x in found.items()}
+    found = {name: join_sequence(all_gather_object(x, groups.cp)) if cp > 1 else x for name, x in found.items()}
+    for name, parameter in mixer.named_parameters():
+        placement, grad = get_placement(parameter, name), parameter.grad
+        for axis in placement.partial_grad_axes:
+            all_reduce(grad, getattr(groups, axis))
+        all_reduce(grad, groups.cp)
+        found[name] = placement.join(all_gather_object(grad, groups.tp)) if placement.splits else grad
+    return found
+
+
+def run_all(sizes: dict[str, int]) -> dict[tuple[str, bool, str], Tensor]:
+    """Every kind, with and without packed documents."""
+    return {
+        (kind, is_packed, name): x
+        for kind in KINDS
+        for is_packed in (False, True)
+        for name, x in run_mixer(kind, sizes, is_packed).items()
+    }
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[tuple[str, bool, str], Tensor]:
+    """What one process computes."""
+    return run_all({})
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2, "sp": 1}, {"cp": 2}, {"tp": 2, "cp": 2}, {"cp": 3}], ids=str)
+def test_every_layout_computes_what_one_process_does(
+    sizes: dict[str, int], expected: dict[tuple[str, bool, str], Tensor]
+) -> None:
+    found = run_distributed(run_all, sizes.get("tp", 1) * sizes.get("cp", 1), sizes)
+    for key, x in expected.items():
+        # Gradients of the decay are small differences of large sums.
+        tolerance = 1e-4 if key[2] in ("A_log", "dt_bias") else 3e-6
+        for of_rank in found:
+            torch.testing.assert_close(
+                of_rank[key],
+                x,
+                rtol=0,
+                atol=tolerance * x.abs().max().item(),
+                msg=lambda text, key=key: f"{key}: {text}",
+            )

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models whose decoder has mixers with a state: their flags, counts and refusals."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.core.errors import ConfigError
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.plan.read import read_plan
+from megatron.planner.memory import count_parameters
+from tests.support.gpt_models import build_model, losses_and_grads, read_config
+
+SIZES = """--mamba-num-heads 6 --mamba-head-dim 5 --mamba-num-groups 2 --mamba-state-dim 7 --linear-num-key-heads 3
+    --linear-num-value-heads 3 --linear-key-head-dim 6 --linear-value-head-dim 6 --normalization RMSNorm
+    --position-embedding-type rope --disable-bias-linear"""
+
+
+def build(pattern: str, flags: str = "") -> GPTModel:
+    return build_model(f"--num-layers {len(pattern)} --hybrid-layer-pattern {pattern} {SIZES} {flags}")
+
+
+def shape(model: GPTModel, name: str) -> tuple[int, ...]:
+    return tuple(dict(model.named_parameters())[f"decoder.layers.0.{name}"].shape)
+
+
+@pytest.mark.flags("--mamba-num-heads", "--mamba-head-dim", "--mamba-num-groups", "--mamba-state-dim")
+def test_sizes_of_mamba() -> None:
+    model = build("M-")
+    assert shape(model, "mixer.in_proj.weight") == (2 * 30 + 2 * 14 + 6, 32)
+    assert shape(model, "mixer.conv1d.weight") == (30 + 2 * 14, 1, 4)
+    assert shape(model, "mixer.A_log") == shape(model, "mixer.dt_bias") == shape(model, "mixer.D") == (6,)
+    assert shape(model, "mixer.out_proj.weight") == (32, 30)
+
+
+@pytest.mark.flags(
+    "--linear-num-key-heads", "--linear-num-value-heads", "--linear-key-head-dim", "--linear-value-head-dim",
+    "--linear-conv-kernel-dim",
+)  # fmt: skip
+def test_sizes_of_gated_delta_nets() -> None:
+    model = build("G-", "--linear-num-value-heads 9 --linear-value-head-dim 4 --linear-conv-kernel-dim 2")
+    assert shape(model, "self_attention.in_proj.weight") == (2 * 18 + 2 * 36 + 2 * 9, 32)
+    assert shape(model, "self_attention.conv1d.weight") == (2 * 18 + 36, 1, 2)
+    assert shape(model, "self_attention.out_norm.weight") == (4,)
+
+
+@pytest.mark.flags("--kda-safe-gate", "--kda-lower-bound")
+def test_a_bound_of_the_decay_is_another_function() -> None:
+    models = [
+        build("K-", f"--init-method-std 0.3 {flags}")
+        for flags in ("", *(f"--kda-safe-gate --kda-lower-bound {n}" for n in (-5, -1)))
+    ]
+    losses = [losses_and_grads(model)[0].mean().item() for model in models]
+    assert len(set(losses)) == 3
+
+
+@pytest.mark.parametrize("pattern", ["M", "G", "K", "MG*-K-"])
+def test_all_parameters_learn_and_are_counted(pattern: str) -> None:
+    model = build(pattern)
+    losses, grads = losses_and_grads(model)
+    assert losses.isfinite().all() and all(grad.any() for grad in grads.values())
+    counted = count_parameters(model.config, padded_vocab_size=64, untied=False).decoder.sum_of_all
+    # One number for each head or channel does not count, but for norms of the hidden states.
+    norms = ("input_layernorm.weight", "pre_mlp_layernorm.weight", "final_layernorm.weight")
+    held = sum(
+        param.numel()
+        for name, param in model.named_parameters()
+        if name.startswith("decoder.") and (param.dim() > 1 or name.endswith(norms))
+    )
+    assert counted == held
+
+
+@pytest.mark.parametrize(
+    ("pattern", "flags", "problem"),
+    [
+        ("M-", "--mamba-num-groups 4", "--mamba-num-groups 4 does not divide the 6 Mamba-2 heads; use a divisor"),
+        ("G-", "--linear-num-value-heads 4", "--linear-num-value-heads 4 must be a multiple of --linear-num-key-heads"),
+        ("K-", "--linear-key-head-dim 4", "--linear-key-head-dim 4 is not --linear-value-head-dim 6"),
+        ("K-", "--kda-safe-gate", "--kda-safe-gate needs --kda-lower-bound from -5 to below 0"),
+        ("K-", "--kda-safe-gate --kda-lower-bound 0", "--kda-safe-gate needs --kda-lower-bound from -5 to below 0"),
+    ],
+)
+def test_sizes_that_contradict_each_other(pattern: str, flags: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        build(pattern, flags)
+
+
+def test_heads_that_ranks_cannot_share() -> None:
+    flags = f"--num-layers 2 --hybrid-layer-pattern MG {SIZES} --tensor-model-parallel-size 4"
+    with pytest.raises(ConfigError) as error:
+        read_config(flags)
+    assert "cannot share --mamba-num-groups 2" in str(error.value)
+    assert "cannot share --linear-num-key-heads 3" in str(error.value)
+
+
+def test_a_plan_says_which_layer_has_a_state() -> None:
+    config = read_config(f"--num-layers 4 --hybrid-layer-pattern MG*K {SIZES}")
+    kinds = [layer.branches[0].kind for layer in read_plan(config.model).decoder]
+    assert kinds == ["mamba", "gated_delta_net", "attention", "kimi_delta"]
