@@ -405,14 +405,14 @@ def save_and_load(part: Part) -> None:
     preset = dataclasses.replace(preset, micro_batch=1, global_batch=1)
     with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=part.scratch) as directory:
         saving = Saving(f"{directory}/a")
-        train_here(part.flags(preset, 1), [saving])
+        train_here(part.flags(preset, 2, "--exit-interval 1"), [saving])
         assert saving.path is not None
         size = sum(file.stat().st_size for file in saving.path.rglob("*") if file.is_file())
         rate = size / saving.seconds / 1e9
         said = f"{size / 1e9:.2f} GB: saved in {saving.seconds:.1f} s ({rate:.2f} GB/s)"
         part.note(said, bytes=size, save_seconds=saving.seconds)
         loading = Saving(f"{directory}/a")
-        train_here(part.flags(preset, 1, f"--load {directory}/a"), [loading])
+        train_here(part.flags(preset, 2, f"--load {directory}/a"), [loading])
         rate = size / loading.seconds / 1e9
         part.note(f"{said}, loaded in {loading.seconds:.1f} s ({rate:.2f} GB/s)", load_seconds=loading.seconds)
 

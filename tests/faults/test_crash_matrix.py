@@ -100,9 +100,10 @@ def test_every_point_is_come_by(tmp_path: Path, armed: dict[str, int]) -> None:
     (root / "iter_0000009.tmp-0123abcd").mkdir(parents=True)
     train_tiny("--save", root, "--save-interval", "2", "--save-retain-interval", "100")
     shutil.rmtree(root / "iter_0000006")
-    train_tiny("--save", root, "--save-interval", "3", "--train-iters", "3")
-    train_tiny("--save", root, "--save-interval", "3", "--train-iters", "3")
-    train_tiny("--save", root, "--save-interval", "3", "--train-iters", "3", "--async-save")
+    train_tiny("--save", root, "--save-interval", "1", "--train-iters", "3")
+    again = ("--save", root, "--load", root, "--ckpt-step", "2", "--save-interval", "1", "--train-iters", "3")
+    train_tiny(*again)
+    train_tiny(*again, "--async-save")
     assert [point for point, left in armed.items() if left == often] == []
     assert len(CRASH_POINTS) >= 25
 

@@ -21,7 +21,7 @@ from tests.functional.pretrain_runs import TINY, metrics, run
 PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, flags=re.MULTILINE | re.DOTALL))
 # Flags of other programs of this project, in the rows that name one.
-OF_TOOLS = {"--max-restarts", "--config", "--input", "--decode", "--write-sum", "--trace"}
+OF_TOOLS = {"--max-restarts", "--config", "--input", "--decode", "--write-sum", "--trace", "--gradients"}
 
 
 def read_rows(section: str) -> list[tuple[str, str]]:

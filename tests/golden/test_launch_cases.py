@@ -26,6 +26,7 @@ BETTER_HERE = {
     "arch_gpt-oss-20b": "upstream's parser knows its Model Optimizer flags only when that is installed",
     "arch_llama-4-scout-17b-16e-instruct": "likewise",
     "ft_gpt__gpt3_mcore_tp1_pp1_fsdp2_resume_torch_dist_te": "--use-torch-fsdp2 works with tied embeddings",
+    "ft_gpt__gpt3_weekly_mcore_tp2_pp2_current_scaling_native_fp8_tp_pp_sp_tp_overlap": "both flags work together",
     "sc21_figure_17": "--DDP-impl and --activations-checkpoint-method of earlier releases are understood",
     "sc21_table_1_145B": "likewise",
     "sc21_table_1_1T": "likewise",

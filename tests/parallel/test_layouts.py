@@ -48,9 +48,8 @@ SMALL = {
         "tp2,sp,pp2,--pipeline-schedule=zb-h1,--recompute-granularity selective,--recompute-modules mla_up_proj",
     ],
     "states": [
-        "tp2,sp", "cp2", "tp2,cp2,--dataloader-inter-document-masking,--micro-batch-size=1",
-        "pp2,--pipeline-schedule=zb-v", "pp2,vpp2,--recompute-granularity full,--recompute-method block,"
-        "--recompute-num-layers 1", "dp2,dist-opt", "dp2,fsdp2",
+        "tp2,sp", "cp2", "tp2,cp2", "pp2,--pipeline-schedule=zb-v", "dp2,dist-opt", "dp2,fsdp2",
+        "pp2,--recompute-granularity full,--recompute-method block,--recompute-num-layers 1",
     ],
     "deepseek": ["tp2,sp,ep2,etp1,--moe-token-dispatcher-type=alltoall", "tp2,pp2,ep2,etp1"],
 }  # fmt: skip

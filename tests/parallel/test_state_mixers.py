@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.collectives import all_gather_object, all_reduce
-from megatron.core.context_parallel.sharding import join_sequence, shard_sequence
+from megatron.core.context_parallel.sharding import shard_sequence
 from megatron.core.mesh import RankGrid
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.placement import get_placement
@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.tensor_parallel.parameters import initialise_parameters
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.parallel.harness import run_distributed
+from tests.support.sequence_shards import join_sequence
 
 HIDDEN, LENGTH = 72, 72
 BOUNDS = [0, 1, 20, 36, 43, 72]

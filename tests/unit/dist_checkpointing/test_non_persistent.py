@@ -133,7 +133,7 @@ def test_beside_a_checkpoint_of_upstreams(tmp_path: Path, capsys: pytest.Capture
 
 def test_another_runs_checkpoints_stay(root: Path) -> None:
     """A run that does not continue from there removes its own ones alone."""
-    train_tiny(*saving(root, 100), "--train-iters", "9", "--non-persistent-save-interval", "2")
+    train_tiny(*saving(root, 100), "--train-iters", "9", "--non-persistent-save-interval", "2", "--start-over")
     assert names(root / "non_persistent") == ["iter_0000005", "iter_0000008"]
     assert names(root) == ["iter_0000003", "iter_0000009"]
 

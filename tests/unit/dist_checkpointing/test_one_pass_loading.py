@@ -126,7 +126,7 @@ def test_L2_of_what_a_damaged_checkpoint_has_filled_nothing_is_kept(tmp_path: Pa
     """The next one overwrites it, and is refused where it lacks a tensor that was to keep its initial values."""
     directories = ("--save", tmp_path, "--dist-ckpt-strictness", "log_all")
     for layers, iteration in ((2, 1), (3, 2)):
-        train_tiny(*directories, "--num-layers", layers, "--train-iters", iteration)
+        train_tiny(*directories, "--num-layers", layers, "--train-iters", iteration, "--start-over")
     file = tmp_path / "iter_0000002" / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     with pytest.raises(

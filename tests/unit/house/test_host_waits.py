@@ -144,7 +144,7 @@ READING = ("megatron/training/metrics.py", "_read_together")
     [
         "", "--bf16", "--log-params-norm --log-num-zeros-in-grad", "--check-for-spiky-loss", "--optimizer sgd",
         "--swiglu --ffn-hidden-size 32 --normalization RMSNorm --position-embedding-type rope",
-        "--log-max-attention-logit", "--exit-duration-in-mins 9", "--exit-signal-handler",
+        "--log-max-attention-logit", "--exit-duration-in-mins 900", "--exit-signal-handler",
         "--bf16 --num-experts 4 --moe-grouped-gemm --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1",
         "--num-experts 4 --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity",
     ],

@@ -114,7 +114,7 @@ def test_without_save_it_says_that_nothing_is_saved(capsys: pytest.CaptureFixtur
 
 def test_in_an_evaluation_or_a_save(tmp_path: Path) -> None:
     """Both are finished; the evaluation at the end is left out."""
-    flags = ("--save", tmp_path, "--save-interval", "2", "--eval-interval", "2", "--eval-iters", "1")
+    flags = ("--save-interval", "2", "--eval-interval", "2", "--eval-iters", "1")
     evaluations: list[int] = []
 
     class Watch(Hook):
@@ -122,9 +122,9 @@ def test_in_an_evaluation_or_a_save(tmp_path: Path) -> None:
             evaluations.append(run.progress.iteration)
 
     for moment in ("on_evaluate", "on_save"):
-        run = finish(with_hooks(prepare(*flags), Press(2, moment), Watch()))
+        run = finish(with_hooks(prepare("--save", tmp_path / moment, *flags), Press(2, moment), Watch()))
         assert run.interrupted and run.progress.iteration == 2
-        assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
+        assert (tmp_path / moment / "latest_checkpointed_iteration.txt").read_text() == "2"
     assert evaluations == [2, 2]
 
 

@@ -122,7 +122,7 @@ def test_gpt_oss_attention(layer: int) -> None:
     for name in ours.state_dict():
         row = find_row(family, f"decoder.layers.{layer}.self_attention.{name}")
         assert row is not None
-        (names,) = list_names(row, f"decoder.layers.{layer}.self_attention.{name}", 1)
+        (names,) = list_names(row, f"decoder.layers.{layer}.self_attention.{name}", ours.config)
         weights[name] = join(row, ours.config, [tensors[each] for each in names])
     ours.load_state_dict(weights)
     x = torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(4))
