@@ -110,7 +110,8 @@ def _is_list(of: _Judge) -> _Judge:
 
 
 _NUMBER = (_is_number, f"a number from 0 to {_LARGEST}")
-_COUNT = (lambda value: _is_number(value, _MOST), f"a number from 0 to {_MOST}")
+_COUNT = (lambda value: isinstance(value, int) and _is_number(value, _MOST), f"a whole number from 0 to {_MOST}")
+_STEP = (lambda value: value != 0 and _COUNT[0](value), f"a whole number from 1 to {_MOST}")
 _SWITCH = (lambda value: isinstance(value, bool | int), "true or false")
 _WORD = (lambda value: isinstance(value, str), "a word")
 _WORDS = (_is_list(_WORD[0]), "a list of words")
@@ -120,13 +121,19 @@ _BY_FORM: Mapping[str, tuple[_Judge, str]] = {
     "layers with experts": _NUMBERS, "group score": _WORD,
 }  # fmt: skip
 _BY_TYPE: Mapping[type, tuple[_Judge, str]] = {bool: _SWITCH, int: _NUMBER, float: _NUMBER, str: _WORD}
+# No flags: flags follow from them.
+_BY_NAME: Mapping[str, tuple[_Judge, str]] = {
+    "original_max_position_embeddings": _NUMBER, "layer_types": _WORDS,
+    **dict.fromkeys(("no_rope_layer_interval", "interleave_moe_layer_step", "sliding_window_pattern"), _STEP),
+}  # fmt: skip
 _COUNTED = ("--num-layers", "--num-experts", "--mtp-num-layers")
 
 
 def _judge(family: Family, config: Mapping[str, Any]) -> None:
     """Raise ConfigError for a field whose value is of another kind than any model's."""
     kinds = {name: _BY_TYPE[type(value)] for name, value in family.defaults.items() if type(value) in _BY_TYPE}
-    needed = set()
+    kinds |= _BY_NAME
+    needed = {name for name, kind in _BY_NAME.items() if kind is _STEP and name in family.defaults}
     for setting in (*family.sizes, *family.settings):
         of_setting = _COUNT if setting.flag in _COUNTED else _BY_FORM.get(setting.form, _NUMBER)
         for name in _list_fields(setting):
@@ -148,6 +155,9 @@ def _judge(family: Family, config: Mapping[str, Any]) -> None:
     for name in (ROPE, "rope_scaling") if family.is_rotary else ():
         if not isinstance(config.get(name) or {}, Mapping):
             raise _refuse(family, name, config[name], "it must be an object with fields")
+        for part in family.rope if FULL in family.rope else ():
+            if not isinstance((config.get(name) or {}).get(part) or {}, Mapping):
+                raise _refuse(family, f"{name}.{part}", config[name][part], "it must be an object with fields")
         for rope in _list_ropes(family, config.get(name)):
             for field, (judge, expected) in _ROPE_KINDS.items():
                 if rope.get(field) is not None and not judge(rope[field]):
@@ -210,6 +220,9 @@ def _complete_rope(family: Family, fields: dict[str, Any]) -> None:
     longest = fields.get("max_position_embeddings") or 0
     if rope["rope_type"] in ("llama3", "yarn", "longrope"):
         rope["original_max_position_embeddings"] = original or longest
+        if rope["original_max_position_embeddings"] <= 1:
+            stretched = "positions are stretched from a length of 2 tokens or more"
+            raise _refuse(family, "original_max_position_embeddings", original or longest, stretched)
     if rope["rope_type"] in ("yarn", "longrope"):
         rope["factor"] = rope.get("factor") or longest / rope["original_max_position_embeddings"]
     if rope["rope_type"] == "longrope":
@@ -320,6 +333,8 @@ def _build_flag(family: Family, config: Mapping[str, Any], setting: Setting) -> 
                     family, setting.theirs, value, f"only {setting.default!r} and {GROUP_LIMITED!r} are known"
                 )
             return [f"{setting.flag} best"]
+        case "two best" if value == 0:
+            raise _refuse(family, setting.theirs, value, "tokens need 1 group of experts or more")
         case "two best":
             # What our own rule, as many of the best as a token uses of a group, would come to.
             return [] if config["num_experts_per_tok"] // value == 2 else [f"{setting.flag} two-best"]
@@ -329,6 +344,8 @@ def _build_flag(family: Family, config: Mapping[str, Any], setting: Setting) -> 
         case "root":
             value = value**0.5
         case "inverse root":
+            if value == 0:
+                raise _refuse(family, setting.theirs, value, "it must be a number above 0")
             value = value**-0.5
     return [f"{setting.flag} {_describe_number(value)}"]
 

@@ -17,7 +17,7 @@ from megatron.bridge.logits import compare_logits
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.training.recipes.families import FAMILIES, find_family
 from megatron.training.recipes.family import Family
-from megatron.training.recipes.family_flags import IDLE, complete_fields
+from megatron.training.recipes.family_flags import IDLE, build_flags, complete_fields
 from megatron.training.recipes.hf_config import PREDICTION, list_model_flags
 from tests.support.huggingface_models import SIZES
 from tests.trial.config_fields import ABSENT, BASES, FieldCase, draw_fields, judge_fields, read_config, write_fields
@@ -122,10 +122,29 @@ def test_a_number_that_no_model_has_is_refused_before_any_rule_reads_it(value: A
         {"rope_scaling": {"type": "linear", "factor": value}}, {"rms_norm_eps": value}, {"hidden_size": value},
         {"num_hidden_layers": value}, {"max_position_embeddings": value}, {"num_key_value_heads": value},
     ):  # fmt: skip
-        with pytest.raises(ConfigError, match=r"Llama: [a-z_.]+ is .* in its config.json; it must be a number"):
+        with pytest.raises(ConfigError, match=r"Llama: [a-z_.]+ is .* in its config.json; it must be a .*number"):
             list_model_flags({**base, **change}, where)
     with pytest.raises(CheckpointError, match="vocab_size is .*; it must be the number of the embedding's rows"):
         list_model_flags(base | {"vocab_size": value}, where)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("smollm3", {"no_rope_layer_interval": 0}), ("smollm3", {"layer_types": [[1]]}),
+        ("gemma3_text", {"sliding_window_pattern": "6"}), ("gemma3_text", {"rope_parameters": {"full_attention": 3}}),
+        ("llama4_text", {"interleave_moe_layer_step": None}), ("gpt_oss", {"original_max_position_embeddings": "4096"}),
+        ("gemma2", {"query_pre_attn_scalar": 0}), ("deepseek_v3", {"topk_group": 0}),
+        ("qwen2", {"num_hidden_layers": 2.5}), ("llama", {"rope_scaling": {"type": "longrope", "factor": 4.0},
+                                                          "original_max_position_embeddings": 1}),
+    ],
+)  # fmt: skip
+def test_fields_from_which_others_follow_are_judged_too(model_type: str, changes: dict[str, Any]) -> None:
+    """A sentence that names the field, not one of Python's."""
+    family = find_family(model_type)
+    sentence = f"{family.name}: [a-z_.]*{[*changes][-1]}[a-z_.]* is .* in its config.json; "
+    with pytest.raises(ConfigError, match=sentence):
+        build_flags(family, {**write_fields(model_type), **changes})
 
 
 def test_two_names_of_one_field_that_contradict_are_refused() -> None:
