@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kimi delta attention: the delta rule with a decay for each channel of the key, which comes from the token.
 
-    g = -exp(A_log) softplus(f + dt_bias), or with a lower bound L  g = L sigmoid(exp(A_log) (f + dt_bias))
+    g = -exp(A_log) softplus(f + dt_bias)
     S' = diag(exp(g)) S;   S = S' + k (beta (v - S'^T k))^T;   out = norm(S^T q) * sigmoid(z)
 
 Source: Kimi Team, "Kimi Linear", 2025, section 3.
@@ -43,8 +43,7 @@ class KimiDeltaAttention(GatedDeltaNet):
         query, key = (normalise(section[name].unflatten(-1, width)) for name in ("query", "key"))
         speed = self.A_log.float().exp()[:, None]
         steps = (section["g"].float() + self.dt_bias.float()).unflatten(-1, width)
-        bound = self.config.kda_lower_bound if self.config.kda_safe_gate else None
-        log_decay = -speed * F.softplus(steps) if bound is None else bound * torch.sigmoid(speed * steps)
+        log_decay = -speed * F.softplus(steps)
         beta = torch.sigmoid(section["beta"])[..., None]
         value = section["value"].unflatten(-1, width)
         return Attended(query * width[1] ** -0.5, key, value * beta, log_decay, key * beta)

@@ -190,10 +190,10 @@ def _check_ids(path: Path) -> None:
     token out. What is no JSON object is left to them."""
     try:
         content = json.loads(path.read_bytes())
-        model = content.get("model", content)
+        model = content["model"] if path.name == "tokenizer.json" else content
         added = content.get("added_tokens") if model is not content else ()
         vocabulary = model.get("vocab", {}) if model is not content else content
-    except (OSError, ValueError, RecursionError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, AttributeError):
         return
     numbered = list(vocabulary.items()) if isinstance(vocabulary, dict) else []
     numbered += [(each.get("content"), each.get("id")) for each in added or () if isinstance(each, dict)]

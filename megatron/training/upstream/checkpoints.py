@@ -8,6 +8,7 @@ import os
 from argparse import Namespace
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from megatron.core.config_base import get_settings
@@ -43,6 +44,8 @@ class _Parts:
     loaded_from: Path | None = None
     hooks: Hooks = field(default_factory=lambda: Hooks([]))
     """Empty: a loop of one's own does itself what hooks do."""
+    recipe: Any = field(default_factory=lambda: SimpleNamespace(foreign_files=None))
+    """Of a loop of one's own nothing is known but that no files of another system belong to it."""
 
 
 def save_checkpoint(

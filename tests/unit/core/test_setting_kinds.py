@@ -44,7 +44,12 @@ BASES = (
     "--use-mup --mup-base-hidden-size 32",
     "--use-mup",
 )
+_LONGROPE = "its factors are lists, one for each pair of channels: tests/unit/bridge/test_stretched_positions.py"
 NOT_TRIED = {
+    "longrope_short_factors": _LONGROPE,
+    "longrope_long_factors": _LONGROPE,
+    "longrope_original_max_position_embeddings": _LONGROPE,
+    "longrope_magnitude": _LONGROPE,
     "spec": "names code of the user's own",
     "fp16": "like bf16, and slow without a GPU",
     "fp4": "like fp8, with errors eight times as large; tests/unit/core/test_fp4.py bounds them",

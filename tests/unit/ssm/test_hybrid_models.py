@@ -44,16 +44,6 @@ def test_sizes_of_gated_delta_nets() -> None:
     assert shape(model, "self_attention.out_norm.weight") == (4,)
 
 
-@pytest.mark.flags("--kda-safe-gate", "--kda-lower-bound")
-def test_a_bound_of_the_decay_is_another_function() -> None:
-    models = [
-        build("K-", f"--init-method-std 0.3 {flags}")
-        for flags in ("", *(f"--kda-safe-gate --kda-lower-bound {n}" for n in (-5, -1)))
-    ]
-    losses = [losses_and_grads(model)[0].mean().item() for model in models]
-    assert len(set(losses)) == 3
-
-
 @pytest.mark.parametrize("pattern", ["M", "G", "K", "MG*-K-"])
 def test_all_parameters_learn_and_are_counted(pattern: str) -> None:
     model = build(pattern)
@@ -76,8 +66,6 @@ def test_all_parameters_learn_and_are_counted(pattern: str) -> None:
         ("M-", "--mamba-num-groups 4", "--mamba-num-groups 4 does not divide the 6 Mamba-2 heads; use a divisor"),
         ("G-", "--linear-num-value-heads 4", "--linear-num-value-heads 4 must be a multiple of --linear-num-key-heads"),
         ("K-", "--linear-key-head-dim 4", "--linear-key-head-dim 4 is not --linear-value-head-dim 6"),
-        ("K-", "--kda-safe-gate", "--kda-safe-gate needs --kda-lower-bound from -5 to below 0"),
-        ("K-", "--kda-safe-gate --kda-lower-bound 0", "--kda-safe-gate needs --kda-lower-bound from -5 to below 0"),
     ],
 )
 def test_sizes_that_contradict_each_other(pattern: str, flags: str, problem: str) -> None:

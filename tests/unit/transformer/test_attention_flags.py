@@ -244,6 +244,8 @@ def test_rotary_options() -> None:
 class GrowingCache:
     """The smallest key-value cache: keeps lists."""
 
+    max_tokens = 64
+
     def __init__(self) -> None:
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
 

@@ -18,7 +18,7 @@ def _needs_letter(letters: str) -> Needs:
     )
 
 
-_MAMBA, _DELTA, _KIMI = _needs_letter("M"), _needs_letter("GK"), _needs_letter("K")
+_MAMBA, _DELTA = _needs_letter("M"), _needs_letter("GK")
 
 
 @dataclass(kw_only=True, init=False, repr=False, eq=False)
@@ -43,10 +43,6 @@ class StateMixerFields(PositionFields):
     """Query and key heads of a gated delta net."""
     linear_num_value_heads: int = flag(32, minimum=1, maximum=2**20, kind="shape", needs=_DELTA)
     """Value heads of a gated delta net, a multiple of its key heads."""
-    kda_safe_gate: bool = flag(False, kind="function", needs=_KIMI)
-    """Keep at least exp(--kda-lower-bound) of the state of Kimi delta attention in each step."""
-    kda_lower_bound: float | None = flag(None, minimum=-5.0, maximum=0.0, kind="function", needs=_KIMI)
-    """Least logarithm of the decay of one step, from -5 to below 0."""
 
     @property
     def mamba_inner_width(self) -> int:
@@ -105,6 +101,3 @@ class StateMixerFields(PositionFields):
                     f"Kimi delta attention (letter K) has keys like its values, and {self.say(key)} is not "
                     f"{self.say(value)}; give both the same number"
                 )
-        bound = self.kda_lower_bound
-        if self.kda_safe_gate and (bound is None or bound >= 0):
-            yield f"--kda-safe-gate needs --kda-lower-bound from -5 to below 0, such as -5; found {bound}"

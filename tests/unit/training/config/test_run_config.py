@@ -83,7 +83,12 @@ def another(setting: Setting, value: Any) -> Any:
 
 ALL = [(group, setting) for group, cls in group_classes().items() for setting in get_settings(cls).values()]
 SHAPES = [(group, setting) for group, setting in ALL if setting.kind == "shape" and setting.name.startswith("--")]
-FUNCTIONS = [(group, setting) for group, setting in ALL if setting.kind == "function"]
+FUNCTIONS = [
+    (group, setting)
+    for group, setting in ALL
+    # LongRoPE needs lists that fit a head: tests/unit/bridge/test_stretched_positions.py.
+    if setting.kind == "function" and not setting.dest.startswith("longrope")
+]
 
 
 # Between them every setting of the model has an effect.
@@ -97,7 +102,10 @@ BASES = ("", f"{_EFFECTIVE} rope --use-rope-scaling",
          "--multi-latent-attention --position-embedding-type rope",
          "--position-embedding-type rope --num-layers 2 --no-rope-freq 2 --attn-temperature-scale 0.1 --qk-l2-norm",
          "--num-experts 4 --swiglu --ffn-hidden-size 64 --moe-shared-expert-intermediate-size 64",
-         "--mtp-num-layers 2 --position-embedding-type rope")  # fmt: skip
+         "--mtp-num-layers 2 --position-embedding-type rope",
+         "--num-layers 2 --hybrid-layer-pattern MK --mamba-num-groups 2 --mamba-num-heads 4 "
+         "--mamba-head-dim 8 --linear-num-key-heads 4 --linear-num-value-heads 4 --linear-key-head-dim 8 "
+         "--linear-value-head-dim 8")  # fmt: skip
 
 
 @functools.cache
