@@ -190,11 +190,14 @@ def _check_ids(path: Path) -> None:
     token out. What is no JSON object is left to them."""
     try:
         content = json.loads(path.read_bytes())
-        model = content["model"] if path.name == "tokenizer.json" else content
-        added = content.get("added_tokens") if model is not content else ()
-        vocabulary = model.get("vocab", {}) if model is not content else content
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, AttributeError):
+        model = content.get("model")
+    except (OSError, ValueError, RecursionError, AttributeError):
         return
+    # A vocab.json may have a token of that name; a tokenizer.json without a model is the library's to refuse.
+    if isinstance(model, dict):
+        vocabulary, added = model.get("vocab", {}), content.get("added_tokens")
+    else:
+        vocabulary, added = ({} if path.name == "tokenizer.json" else content), ()
     numbered = list(vocabulary.items()) if isinstance(vocabulary, dict) else []
     numbered += [(each.get("content"), each.get("id")) for each in added or () if isinstance(each, dict)]
     for token, number in numbered:
