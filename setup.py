@@ -60,7 +60,7 @@ setup(
             "megatron-train = megatron.cli.train:run",
             "megatron-preprocess = megatron.cli.preprocess_data:main",
             "megatron-generate = megatron.cli.generate:main",
-            "megatron-convert = megatron.bridge.convert:main",
+            "megatron-convert = megatron.hf.convert:main",
         ]
     },
     install_requires=[

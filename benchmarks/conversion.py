@@ -39,8 +39,8 @@ import torch
 
 from benchmarks.checkpointing import BLOCK_BYTES, read_memory, reset_peak
 from benchmarks.conditions import print_conditions
-from megatron.bridge.conversion import export_model, import_model, open_model, open_source
-from megatron.bridge.tensor_files import write_tensors
+from megatron.hf.conversion import export_model, import_model, open_model, open_source
+from megatron.hf.tensor_files import write_tensors
 
 HIDDEN, FEEDFORWARD, HEADS, GROUPS, VOCABULARY = 4096, 14336, 32, 8, 32000
 SHARD_BYTES = 500_000_000

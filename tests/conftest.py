@@ -33,7 +33,7 @@ if importlib.util.find_spec("transformers") is None:
         for folder, names in {
             "functional": "complete_examples",
             "parallel": "hugging_face_runs",
-            "unit/bridge": """bridge converted_prediction converted_text_model documented_conversions hugging_face_runs
+            "unit/hf": """bridge converted_prediction converted_text_model documented_conversions hugging_face_runs
                 quantised_weights upstream_source""",
             "unit/training/recipes": "attention_families moe_families",
         }.items()

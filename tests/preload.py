@@ -13,7 +13,7 @@ from megatron.training.flags.flag import formers_by_name
 
 MODULES = """
     torch.distributed.fsdp torch.distributed.checkpoint numpy.random pretrain_gpt
-    megatron.bridge.running
+    megatron.hf.running
     megatron.cli.summary
     megatron.core.datasets.blended_megatron_dataset_builder
     megatron.core.datasets.fim_dataset

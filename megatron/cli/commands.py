@@ -32,7 +32,7 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
         Command("train", "megatron.cli.train", "pretrain a GPT model, or train one on", "run"),
         Command("launch", "megatron.cli.launch", "train in several processes: torchrun, with the error last"),
         Command("generate", "megatron.cli.generate", "continue texts with a trained model, or talk with it"),
-        Command("convert", "megatron.bridge.convert", "models from and to Hugging Face directories"),
+        Command("convert", "megatron.hf.convert", "models from and to Hugging Face directories"),
     ),
     "Datasets": (
         Command("merge-datasets", "megatron.cli.merge_datasets", "several datasets as one"),

@@ -27,8 +27,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from megatron.bridge.convert import convert, parse_arguments
 from megatron.core.errors import ConfigError, MegatronError, command_line
+from megatron.hf.convert import convert, parse_arguments
 
 _OURS = ("core", "mcore", "megatron")
 LOADERS = dict.fromkeys(_OURS, "megatron") | dict.fromkeys(("llama_mistral", "mixtral_hf", "hf"), "hf")

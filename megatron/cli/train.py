@@ -32,7 +32,7 @@ def train(config: RunConfig, hooks: Sequence[Hook] = ()) -> Run:
 
     hooks: of your own, beside those of the settings; see docs/logging.md.
     """
-    from megatron.bridge.running import HuggingFaceFiles
+    from megatron.hf.running import HuggingFaceFiles
     from megatron.training.training import run_recipe
 
     # Handed over here, as training stands below the bridge: for --load hf:DIR and --save-hf.
@@ -63,7 +63,7 @@ def is_installed() -> bool:
 
 def can_export(run: Run) -> bool:
     """Whether a Hugging Face model can be made of this one."""
-    from megatron.bridge.running import describe_run
+    from megatron.hf.running import describe_run
 
     try:
         describe_run(run.config, run.recipe.vocab_size)

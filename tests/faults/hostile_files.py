@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron.bridge.tensor_files import open_tensors
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.legacy_ranks import open_legacy
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -35,6 +34,7 @@ from megatron.core.dist_checkpointing.tensor_reading import read_upstream_tensor
 from megatron.core.dist_checkpointing.upstream_optimizer import read_flat_buffers
 from megatron.core.dist_checkpointing.upstream_settings import read_upstream_settings
 from megatron.core.errors import CheckpointError
+from megatron.hf.tensor_files import open_tensors
 from tests.faults.test_checkpoint_damage import replace_metadata
 from tests.support.small_checkpoints import ALONE, find, save, tensors
 from tests.support.upstream_files import DistFiles

@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron.bridge.tensor_files import open_tensors
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.diagnosis import diagnose
 from megatron.core.dist_checkpointing.legacy import find_legacy_file
@@ -31,6 +30,7 @@ from megatron.core.dist_checkpointing.safe_pickle import StandIn, read_restricte
 from megatron.core.dist_checkpointing.upstream_dist import find_upstream_checkpoint
 from megatron.core.dist_checkpointing.upstream_settings import read_upstream_settings
 from megatron.core.errors import CheckpointError
+from megatron.hf.tensor_files import open_tensors
 from tests.faults import hostile_files
 from tests.faults.hostile_files import (
     CALLS,

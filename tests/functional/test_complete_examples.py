@@ -21,7 +21,7 @@ import pytest
 from megatron.core.errors import ConfigError, DataError, TemporaryError
 from tests.functional.pretrain_runs import ROOT, TINY, environment, finish, free_port, run, run_ranks
 from tests.programs import Program
-from tests.unit.bridge.test_bridge import assert_same_tensors, read_all
+from tests.unit.hf.test_bridge import assert_same_tensors, read_all
 
 COMPLETE = ROOT / "examples" / "complete"
 

@@ -38,10 +38,10 @@ RUN_ELSEWHERE = {
     "python tools/checkpoint/average.py": "tests/unit/dist_checkpointing/test_checkpoint_tools.py",
     "python tools/checkpoint/doctor.py": "tests/unit/dist_checkpointing/test_checkpoint_tools.py",
     "python tools/checkpoint/inspect_checkpoint.py": "tests/unit/dist_checkpointing/test_checkpoint_tools.py",
-    "python -m megatron.bridge.convert": "tests/unit/bridge/test_bridge.py",
-    "HF_DIR=Llama-3.1-8B MEGATRON_DIR=llama-3 bash": "tests/unit/bridge/test_documented_conversions.py",
-    "MEGATRON_DIR=llama-3 HF_DIR=llama-3-hf bash": "tests/unit/bridge/test_documented_conversions.py",
-    "torchrun --nproc_per_node 2 pretrain_gpt.py --load hf:Llama-3.1-8B": "tests/unit/bridge/test_hugging_face_runs.py",
+    "python -m megatron.bridge.convert": "tests/unit/hf/test_bridge.py",
+    "HF_DIR=Llama-3.1-8B MEGATRON_DIR=llama-3 bash": "tests/unit/hf/test_documented_conversions.py",
+    "MEGATRON_DIR=llama-3 HF_DIR=llama-3-hf bash": "tests/unit/hf/test_documented_conversions.py",
+    "torchrun --nproc_per_node 2 pretrain_gpt.py --load hf:Llama-3.1-8B": "tests/unit/hf/test_hugging_face_runs.py",
 }
 
 

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.bridge.auto_bridge import AutoBridge
-from megatron.bridge.conversion import Source, export_model, open_model
-from megatron.bridge.convert import convert, parse_arguments
-from megatron.bridge.running import HuggingFaceFiles
-from megatron.bridge.tensor_files import open_tensors
 from megatron.core.errors import CheckpointError, StorageError
+from megatron.hf.auto_bridge import AutoBridge
+from megatron.hf.conversion import Source, export_model, open_model
+from megatron.hf.convert import convert, parse_arguments
+from megatron.hf.running import HuggingFaceFiles
+from megatron.hf.tensor_files import open_tensors
 from megatron.training.checkpoint.foreign_files import save_foreign
 from megatron.training.checkpoint.save_and_load import save_checkpoint
 from megatron.training.flags.read import read_run_config
@@ -72,7 +72,7 @@ def save_where_the_disk_is_full(bridge: AutoBridge, directory: Path, is_first: b
             def refuse(*arguments: Any) -> None:
                 raise OSError(28, "disk is full")
 
-            patch.setattr("megatron.bridge.tensor_files._write_file", refuse)
+            patch.setattr("megatron.hf.tensor_files._write_file", refuse)
         bridge.save_hf(directory)
 
 

@@ -3,7 +3,7 @@
 
     entry points    pretrain_gpt.py  tools/  examples/  benchmarks/
     programs        megatron/cli, megatron/__main__.py: what the entry points start
-    bridge          megatron/bridge: models from and to Hugging Face directories
+    hf              megatron/hf: models from and to Hugging Face directories
     training        megatron/training, room above room (TRAINING_ROOMS)
     planner         megatron/planner
     inference       megatron/core/inference: the roof that both towers carry
@@ -78,11 +78,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 }
 for _index, _room in enumerate(TRAINING_ROOMS):
     MAY_IMPORT[_room] = (*GROUND, *MODEL_TOWER, *ENGINE_TOWER, "core.inference", "planner", *TRAINING_ROOMS[:_index])
-MAY_IMPORT["bridge"] = (
+MAY_IMPORT["hf"] = (
     *GROUND, *MODEL_TOWER, "core.distributed", "training.config", "training.recipes", "training.run",
     "training.checkpoint", "training.flags",
 )  # fmt: skip
-MAY_IMPORT["cli"] = (*GROUND, *MODEL_TOWER, *ENGINE_TOWER, "core.inference", "planner", *TRAINING_ROOMS, "bridge")
+MAY_IMPORT["cli"] = (*GROUND, *MODEL_TOWER, *ENGINE_TOWER, "core.inference", "planner", *TRAINING_ROOMS, "hf")
+MAY_IMPORT["bridge"] = ("hf",)  # the doors under the name that users' documents have
 MAY_IMPORT["__main__"] = ("cli",)
 ENTRY_POINTS = ("pretrain_gpt.py", "tools", "examples", "benchmarks")
 FACADES = ("core.parallel_state", "core.upstream", "training.arguments", "training.global_vars", "training.upstream")
@@ -102,7 +103,7 @@ CHOOSES_MODULES = {
     "megatron/core/upstream/names.py": "its tables of names say where each is defined",
     "megatron/core/upstream/modules.py": "import_module() is one of upstream's names",
     "megatron/cli/commands.py": "its table of programs says where each is",
-    "megatron/bridge/own_family.py": "--family names a file of the user's own",
+    "megatron/hf/own_family.py": "--family names a file of the user's own",
     "megatron/training/recipes/gpt.py": "--spec names a module of the user's own",
 }
 """Files that import a module whose name is only known at run time."""

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.bridge.rows import join, list_names, split
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.hf.rows import join, list_names, split
 from megatron.training.recipes.families import find_family
 from megatron.training.recipes.family import Family, Row, find_row
 from megatron.training.recipes.family_flags import build_flags

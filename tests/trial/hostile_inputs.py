@@ -284,7 +284,7 @@ def _bad_model_config(seed: int, rng: random.Random) -> HostileCase:
         return _bad_value(seed, rng)
     model = rng.choice(list(MODELS))
     arguments = "--source hf --target megatron --input-path DIRECTORY/model --output-path DIRECTORY/converted".split()
-    case = HostileCase(seed, f"config.json: {model}", str(ROOT / "megatron" / "bridge" / "convert.py"), arguments)
+    case = HostileCase(seed, f"config.json: {model}", str(ROOT / "megatron" / "hf" / "convert.py"), arguments)
 
     def damage(directory: Path) -> None:
         make_hostile_model(directory / "model", model, rng)

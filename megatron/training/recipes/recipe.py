@@ -65,7 +65,7 @@ class ForeignModel(Protocol):
 
 
 class ForeignFiles(Protocol):
-    """Reads and writes another program's model files: --load hf:DIR and --save-hf. `megatron.bridge` has the one for
+    """Reads and writes another program's model files: --load hf:DIR and --save-hf. `megatron.hf` has the one for
     Hugging Face directories; training itself knows no other format than its own and upstream's."""
 
     def open(self, directory: Path, config: RunConfig) -> ForeignModel:

@@ -44,7 +44,7 @@ BASES = (
     "--use-mup --mup-base-hidden-size 32",
     "--use-mup",
 )
-_LONGROPE = "its factors are lists, one for each pair of channels: tests/unit/bridge/test_stretched_positions.py"
+_LONGROPE = "its factors are lists, one for each pair of channels: tests/unit/hf/test_stretched_positions.py"
 NOT_TRIED = {
     "longrope_short_factors": _LONGROPE,
     "longrope_long_factors": _LONGROPE,

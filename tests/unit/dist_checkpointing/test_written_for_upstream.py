@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.bridge.convert import convert as bridge_convert
-from megatron.bridge.convert import parse_arguments
 from megatron.cli import convert_checkpoint as convert
 from megatron.core.dist_checkpointing.averaging import average_checkpoints
 from megatron.core.dist_checkpointing.legacy_write import RankTensor, arrange, build_models, name_rank_directory
@@ -23,6 +21,8 @@ from megatron.core.dist_checkpointing.stored_tensors import open_checkpoint
 from megatron.core.dist_checkpointing.upstream_pickle import UpstreamObject, write_pickle
 from megatron.core.errors import CheckpointError, ConfigError, StorageError
 from megatron.core.plan.model_plan import Branch, LayerPlan
+from megatron.hf.convert import convert as bridge_convert
+from megatron.hf.convert import parse_arguments
 from megatron.training.flags.read import read_run_config
 from megatron.training.recipes.gpt import build_gpt_recipe
 from megatron.training.training import run_recipe

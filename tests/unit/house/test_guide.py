@@ -111,7 +111,7 @@ def is_flag_of_a_program(flag: str) -> bool:
         *(ROOT / "examples").rglob("*.py"),
         *(ROOT / "megatron/cli").rglob("*.py"),
     ]
-    places += [ROOT / "megatron/bridge/convert.py"]
+    places += [ROOT / "megatron/hf/convert.py"]
     return any(f'"{flag}"' in path.read_text(encoding="utf-8") for path in places if path.exists())
 
 

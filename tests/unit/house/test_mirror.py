@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """tests/unit mirrors the code: the tests of a package are in the folder of its name, those of the code itself in house.
 
-megatron/core/optimizer, megatron/bridge, megatron/training/hooks   optimizer, bridge, training/hooks
+megatron/core/optimizer, megatron/hf, megatron/training/hooks       optimizer, hf, training/hooks
 single modules of megatron/core, of megatron/training               core, training
 """
 

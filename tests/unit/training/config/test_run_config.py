@@ -86,7 +86,7 @@ SHAPES = [(group, setting) for group, setting in ALL if setting.kind == "shape" 
 FUNCTIONS = [
     (group, setting)
     for group, setting in ALL
-    # LongRoPE needs lists that fit a head: tests/unit/bridge/test_stretched_positions.py.
+    # LongRoPE needs lists that fit a head: tests/unit/hf/test_stretched_positions.py.
     if setting.kind == "function" and not setting.dest.startswith("longrope")
 ]
 

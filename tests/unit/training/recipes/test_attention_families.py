@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.bridge.rows import join, list_names
 from megatron.core.transformer.attention import SelfAttention
+from megatron.hf.rows import join, list_names
 from megatron.training.recipes.families import OURS, ROTARY_SHARE, find_family
 from megatron.training.recipes.family import Row, find_row
 from megatron.training.recipes.family_flags import build_flags

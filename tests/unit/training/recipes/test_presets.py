@@ -8,8 +8,8 @@ import shlex
 
 import pytest
 
-from megatron.bridge.settings import build_empty_model
 from megatron.core.placement import get_placement
+from megatron.hf.settings import build_empty_model
 from megatron.planner.parameters import PlacedCounts, count_whole
 from megatron.training.config.container import RunConfig
 from megatron.training.config.model import ACTIVATION_SWITCHES

@@ -10,8 +10,6 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from megatron.bridge.checkpoints import OpenCheckpoint
-from megatron.bridge.entries import count_values, list_entries
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.mapping import model_state
 from megatron.core.errors import CheckpointError
@@ -19,6 +17,8 @@ from megatron.core.optional_deps import available, require
 from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import declare_vocabulary
+from megatron.hf.checkpoints import OpenCheckpoint
+from megatron.hf.entries import count_values, list_entries
 from megatron.training.recipes.families import FAMILIES, find_family
 from megatron.training.recipes.family import Family
 from megatron.training.recipes.gpt import build_gpt_model

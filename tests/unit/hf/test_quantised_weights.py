@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.bridge import conversion
-from megatron.bridge.auto_bridge import AutoBridge
-from megatron.bridge.conversion import export_model, import_model, open_model, open_source
-from megatron.bridge.convert import convert, parse_arguments
-from megatron.bridge.quantised import DequantisedTensors
-from megatron.bridge.tensor_files import open_tensors, plan_files, write_tensors
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.fp8 import quantise_blocks
-from tests.unit.bridge.test_bridge import MODELS, assert_same_tensors, change_config, make_model, read_all
+from megatron.hf import conversion
+from megatron.hf.auto_bridge import AutoBridge
+from megatron.hf.conversion import export_model, import_model, open_model, open_source
+from megatron.hf.convert import convert, parse_arguments
+from megatron.hf.quantised import DequantisedTensors
+from megatron.hf.tensor_files import open_tensors, plan_files, write_tensors
+from tests.unit.hf.test_bridge import MODELS, assert_same_tensors, change_config, make_model, read_all
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens", "lm_head"]}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.tiny_training import train_tiny
-from tests.unit.bridge.test_bridge import assert_same_tensors, convert, read_all
+from tests.unit.hf.test_bridge import assert_same_tensors, convert, read_all
 
 
 def test_what_upstream_saved_is_converted_as_it_is(

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.bridge.auto_bridge import AutoBridge
-from megatron.bridge.conversion import export_model, import_model, open_model, open_source
-from megatron.bridge.tensor_files import write_tensors
 from megatron.core.errors import CheckpointError
-from tests.unit.bridge.test_bridge import assert_same_tensors, forget_origin, make_model, read_all
+from megatron.hf.auto_bridge import AutoBridge
+from megatron.hf.conversion import export_model, import_model, open_model, open_source
+from megatron.hf.tensor_files import write_tensors
+from tests.unit.hf.test_bridge import assert_same_tensors, forget_origin, make_model, read_all
 
 pytest.importorskip("transformers")
 

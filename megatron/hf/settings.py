@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.bridge.inverse_settings import invert_flags
 from megatron.core.config_base import get_settings
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.hf.inverse_settings import invert_flags
 from megatron.training.checkpoint.differences import Change, find_changes
 from megatron.training.config.container import RunConfig
 from megatron.training.config.run_groups import group_classes

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import torch
 
-from megatron.bridge.checkpoints import ALONE, OpenCheckpoint, fresh_directory
 from megatron.core.dist_checkpointing.agreement import on_every_rank
 from megatron.core.dist_checkpointing.directory import TRACKER_NAME, iteration_directory
 from megatron.core.dist_checkpointing.durable import storage_errors, write_file
@@ -32,6 +31,7 @@ from megatron.core.placement import get_placement
 from megatron.core.plan.read import read_plan
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import declare_vocabulary
+from megatron.hf.checkpoints import ALONE, OpenCheckpoint, fresh_directory
 from megatron.training.checkpoint.to_upstream import CHECKPOINT_VERSION, build_args
 from megatron.training.config.container import RunConfig
 from megatron.training.recipes.gpt import build_gpt_model

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.bridge.conversion import import_model, open_source
-from megatron.bridge.running import HuggingFaceFiles
 from megatron.core.dist_checkpointing.directory import find_directory
 from megatron.core.errors import CheckpointError, ConfigError
+from megatron.hf.conversion import import_model, open_source
+from megatron.hf.running import HuggingFaceFiles
 from megatron.training.checkpoint.foreign_files import save_foreign
 from megatron.training.flags.read import read_run_config
 from megatron.training.loop import train

@@ -21,11 +21,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from megatron.bridge.entries import Entry, list_their_shapes
-from megatron.bridge.tensor_files import Shapes, StoredTensor, TensorDirectory
 from megatron.core.errors import CheckpointError
 from megatron.core.fp8 import E4M3, SCALED_BLOCK, quantise_blocks
 from megatron.core.placement import Box
+from megatron.hf.entries import Entry, list_their_shapes
+from megatron.hf.tensor_files import Shapes, StoredTensor, TensorDirectory
 
 SCALE, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

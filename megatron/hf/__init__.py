@@ -25,7 +25,7 @@ __all__ = ["AutoBridge"]  # noqa: F822
 def __getattr__(name: str) -> Any:
     if name == "AutoBridge":
         # Only now: the command line answers mistakes before torch is imported.
-        from megatron.bridge.auto_bridge import AutoBridge
+        from megatron.hf.auto_bridge import AutoBridge
 
         return AutoBridge
-    raise AttributeError(f"megatron.bridge has no attribute {name!r}")
+    raise AttributeError(f"megatron.hf has no attribute {name!r}")

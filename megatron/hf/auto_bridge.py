@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megatron.bridge.conversion import Source, open_source
-from megatron.bridge.entries import Entry, list_entries
-from megatron.bridge.running import GENERATION_CONFIG, describe_run, list_files, write_model
-from megatron.bridge.weight_stream import WeightStream
 from megatron.core.dist_checkpointing.mapping import model_state
 from megatron.core.errors import ConfigError
 from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import declare_vocabulary
+from megatron.hf.conversion import Source, open_source
+from megatron.hf.entries import Entry, list_entries
+from megatron.hf.running import GENERATION_CONFIG, describe_run, list_files, write_model
+from megatron.hf.weight_stream import WeightStream
 from megatron.training.checkpoint.run_tensors import build_sharded_chunk_state
 from megatron.training.checkpoint.tokenizer_assets import list_tokenizer_files
 from megatron.training.config.container import RunConfig

@@ -14,15 +14,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron.bridge.checkpoints import (
-    ALONE,
-    DeferredTensor,
-    OpenCheckpoint,
-    fresh_directory,
-    staged_directory,
-    write_checkpoint,
-)
-from megatron.bridge.progress import Progress
 from megatron.core.dist_checkpointing.agreement import on_every_rank, with_everyone
 from megatron.core.dist_checkpointing.directory import find_directory
 from megatron.core.dist_checkpointing.legacy import find_legacy_file
@@ -41,6 +32,15 @@ from megatron.core.dist_checkpointing.upstream_dist import (
 from megatron.core.errors import CheckpointError, MegatronError, say
 from megatron.core.placement import Placement
 from megatron.core.process_groups_config import Group
+from megatron.hf.checkpoints import (
+    ALONE,
+    DeferredTensor,
+    OpenCheckpoint,
+    fresh_directory,
+    staged_directory,
+    write_checkpoint,
+)
+from megatron.hf.progress import Progress
 from megatron.training.checkpoint.tokenizer_assets import list_tokenizer_files
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.container import RunConfig

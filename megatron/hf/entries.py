@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.bridge.rows import find_their_rows, is_per_expert, join, list_copies, list_names, split
-from megatron.bridge.settings import build_empty_model
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.placement import Box, Placement, get_placement
 from megatron.core.tensor_parallel.parameters import declare_vocabulary
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.hf.rows import find_their_rows, is_per_expert, join, list_copies, list_names, split
+from megatron.hf.settings import build_empty_model
 from megatron.training.config.container import RunConfig
 from megatron.training.recipes.family import Family, Row, find_row
 

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.bridge.conversion import import_model, open_source
-from megatron.bridge.running import HuggingFaceFiles
-from megatron.bridge.tensor_files import open_tensors
 from megatron.core.errors import CheckpointError, ConfigError, MegatronError
+from megatron.hf.conversion import import_model, open_source
+from megatron.hf.running import HuggingFaceFiles
+from megatron.hf.tensor_files import open_tensors
 from megatron.training.checkpoint.foreign_files import save_foreign
 from megatron.training.checkpoint.save_and_load import convert_checkpoint, load_checkpoint
 from megatron.training.flags.read import examine, read_run_config
@@ -31,7 +31,7 @@ from megatron.training.run import Run
 from megatron.training.verify.parity import open_local_run
 from tests.functional.pretrain_runs import run as run_program
 from tests.functional.pretrain_runs import run_ranks
-from tests.unit.bridge.test_bridge import (
+from tests.unit.hf.test_bridge import (
     BAD,
     ODD,
     TOKENIZER,
@@ -40,7 +40,7 @@ from tests.unit.bridge.test_bridge import (
     make_model,
     read_all,
 )
-from tests.unit.bridge.test_converted_prediction import save_with_prediction
+from tests.unit.hf.test_converted_prediction import save_with_prediction
 
 transformers = pytest.importorskip("transformers")
 
@@ -279,7 +279,7 @@ def test_a_run_that_stops_early_writes_nothing(
 
 def test_any_part_of_a_tensor_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long and short runs, from safetensors and from torch's files."""
-    from megatron.bridge.tensor_files import write_tensors
+    from megatron.hf.tensor_files import write_tensors
 
     random_numbers = random.Random(1)
     tensors = {"a": torch.randn(7), "b": torch.randn(6, 40), "c": torch.randn(4, 5, 30).bfloat16()}
@@ -289,8 +289,8 @@ def test_any_part_of_a_tensor_is_read(tmp_path: Path, monkeypatch: pytest.Monkey
     write_tensors(tmp_path / "safetensors", shapes, iter(tensors.items()))
     torch.save(tensors, tmp_path / "bin" / "pytorch_model.bin")
     for kind, smallest in itertools.product(("safetensors", "bin"), (1, 64, 4096)):
-        monkeypatch.setattr("megatron.bridge.tensor_files._SMALLEST_READ", smallest)
-        monkeypatch.setattr("megatron.bridge.tensor_files._LARGEST_READ", 200)
+        monkeypatch.setattr("megatron.hf.tensor_files._SMALLEST_READ", smallest)
+        monkeypatch.setattr("megatron.hf.tensor_files._LARGEST_READ", 200)
         opened = open_tensors(tmp_path / kind)
         for name, tensor in tensors.items():
             for _ in range(10):

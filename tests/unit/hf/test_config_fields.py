@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from megatron.bridge.auto_bridge import AutoBridge
-from megatron.bridge.conversion import import_model, open_source
-from megatron.bridge.logits import compare_logits
 from megatron.core.errors import CheckpointError, ConfigError
+from megatron.hf.auto_bridge import AutoBridge
+from megatron.hf.conversion import import_model, open_source
+from megatron.hf.logits import compare_logits
 from megatron.training.recipes.families import FAMILIES, find_family
 from megatron.training.recipes.family import Family
 from megatron.training.recipes.family_flags import IDLE, build_flags, complete_fields
@@ -166,7 +166,7 @@ def test_unknown_fields_are_named(tmp_path: Path) -> None:
 def test_without_transformers_the_same_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what was not verified is said."""
     make("Llama").save_pretrained(tmp_path / "hf")
-    monkeypatch.setattr("megatron.bridge.logits.available", lambda name: False)
+    monkeypatch.setattr("megatron.hf.logits.available", lambda name: False)
     import_model(open_source(tmp_path / "hf"), tmp_path / "ours")
     found = compare_logits(tmp_path / "hf", tmp_path / "ours")
     assert found == "not verified: logits, as the Python package transformers is not installed"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""megatron.bridge: tiny random models of every family, from Hugging Face to our checkpoint and back."""
+"""megatron.hf: tiny random models of every family, from Hugging Face to our checkpoint and back."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.bridge.auto_bridge import AutoBridge
-from megatron.bridge.conversion import Model, export_model, import_model, open_model, open_source
-from megatron.bridge.convert import main
-from megatron.bridge.logits import compare_logits
-from megatron.bridge.settings import build_config_json, build_empty_model, read_settings
-from megatron.bridge.tensor_files import open_tensors, plan_files, write_tensors
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.hf.auto_bridge import AutoBridge
+from megatron.hf.conversion import Model, export_model, import_model, open_model, open_source
+from megatron.hf.convert import main
+from megatron.hf.logits import compare_logits
+from megatron.hf.settings import build_config_json, build_empty_model, read_settings
+from megatron.hf.tensor_files import open_tensors, plan_files, write_tensors
 from megatron.training.checkpoint.trained_model import load_trained_model
 from megatron.training.recipes.families import FAMILIES, find_family
 from tests.support.gpt_models import read_config

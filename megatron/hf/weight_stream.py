@@ -18,12 +18,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatron.bridge.entries import Entry
 from megatron.core.collectives import all_gather_object, broadcast
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.errors import ConfigError
 from megatron.core.placement import Box
 from megatron.core.process_groups_config import Group
+from megatron.hf.entries import Entry
 
 
 @dataclasses.dataclass(frozen=True)

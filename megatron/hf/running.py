@@ -18,13 +18,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
-from megatron.bridge.checkpoints import fresh_directory
-from megatron.bridge.conversion import CARRIED, Source, open_source, write_hf_directory
-from megatron.bridge.entries import Entry, count_values, list_entries
-from megatron.bridge.progress import Progress
-from megatron.bridge.settings import build_config_json
-from megatron.bridge.tensor_files import is_written_by_a_run
-from megatron.bridge.weight_stream import WeightStream
 from megatron.core.collectives import all_gather_object
 from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_rank
 from megatron.core.dist_checkpointing.directory import find_directory
@@ -35,6 +28,13 @@ from megatron.core.errors import ConfigError
 from megatron.core.paths import explain_unmakeable_directory
 from megatron.core.placement import Box
 from megatron.core.process_groups_config import Group
+from megatron.hf.checkpoints import fresh_directory
+from megatron.hf.conversion import CARRIED, Source, open_source, write_hf_directory
+from megatron.hf.entries import Entry, count_values, list_entries
+from megatron.hf.progress import Progress
+from megatron.hf.settings import build_config_json
+from megatron.hf.tensor_files import is_written_by_a_run
+from megatron.hf.weight_stream import WeightStream
 from megatron.training.checkpoint.tokenizer_assets import list_tokenizer_files
 from megatron.training.config.checkpoint import find_hf_directory
 from megatron.training.config.container import RunConfig

@@ -22,27 +22,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.bridge.checkpoints import (
-    ALONE,
-    DeferredTensor,
-    OpenCheckpoint,
-    fresh_directory,
-    read_carried,
-    write_checkpoint,
-)
-from megatron.bridge.entries import Entry, count_values, list_entries, list_their_shapes
-from megatron.bridge.progress import Progress
-from megatron.bridge.quantised import SCALE, DequantisedTensors, FP8Weights
-from megatron.bridge.settings import build_config_json, read_settings
-from megatron.bridge.tensor_files import (
-    Shapes,
-    TensorDirectory,
-    is_buffer,
-    list_own_names,
-    open_tensors,
-    plan_files,
-    write_tensors,
-)
 from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_rank, with_everyone
 from megatron.core.dist_checkpointing.directory import saved_iterations
 from megatron.core.dist_checkpointing.durable import storage_errors, write_file
@@ -51,6 +30,27 @@ from megatron.core.errors import CheckpointError
 from megatron.core.paths import explain_no_directory
 from megatron.core.placement import Box
 from megatron.core.process_groups_config import Group
+from megatron.hf.checkpoints import (
+    ALONE,
+    DeferredTensor,
+    OpenCheckpoint,
+    fresh_directory,
+    read_carried,
+    write_checkpoint,
+)
+from megatron.hf.entries import Entry, count_values, list_entries, list_their_shapes
+from megatron.hf.progress import Progress
+from megatron.hf.quantised import SCALE, DequantisedTensors, FP8Weights
+from megatron.hf.settings import build_config_json, read_settings
+from megatron.hf.tensor_files import (
+    Shapes,
+    TensorDirectory,
+    is_buffer,
+    list_own_names,
+    open_tensors,
+    plan_files,
+    write_tensors,
+)
 from megatron.training.checkpoint.tokenizer_assets import DIRECTORY as TOKENIZER
 from megatron.training.checkpoint.tokenizer_assets import list_tokenizer_files
 from megatron.training.config.container import RunConfig

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.bridge.tensor_files import write_tensors
+from megatron.hf.tensor_files import write_tensors
 from megatron.training.checkpoint.trained_model import load_trained_model
 from tests.support.huggingface_models import token_ids
-from tests.unit.bridge.test_bridge import assert_same_tensors, convert, make, read_all
+from tests.unit.hf.test_bridge import assert_same_tensors, convert, make, read_all
 
 ROOT = Path(__file__).parents[3]
 
