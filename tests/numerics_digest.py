@@ -51,12 +51,16 @@ EXPERT_LAYOUTS = (
     "dp4,ep2,dist-opt,overlap-all,--micro-batch-size=1",
 )
 
-# ---- policies, low precision, documents, multi-token prediction
+# ---- policies, low precision, documents, multi-token prediction, letters
 
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1 --attention-backend local"
 # Widths that the blocks of every recipe divide.
 LOW_PRECISION = """--position-embedding-type rope --normalization RMSNorm --swiglu --hidden-size 128
     --ffn-hidden-size 128 --disable-bias-linear --num-layers 3"""
+LETTERS = """--num-layers 4 --position-embedding-type rope --normalization RMSNorm --swiglu --ffn-hidden-size 48
+    --disable-bias-linear --hybrid-layer-pattern"""
+STATE_SIZES = """--mamba-num-heads 6 --mamba-head-dim 5 --mamba-num-groups 2 --mamba-state-dim 7
+    --linear-num-key-heads 4 --linear-num-value-heads 4 --linear-key-head-dim 6 --linear-value-head-dim 6"""
 MORE_STYLES = {
     "gpt2-dropout": DROPOUT,
     "llama-dropout": f"{STYLES['llama']} {DROPOUT}",
@@ -70,6 +74,10 @@ MORE_STYLES = {
     "fp8-latent": f"{LOW_PRECISION} --fp8-format hybrid --multi-latent-attention --q-lora-rank 32 --kv-lora-rank 32"
     " --qk-head-dim 32 --qk-pos-emb-head-dim 16 --v-head-dim 32",
     "fp4": f"{LOW_PRECISION} --fp4-format e2m1 --bf16",
+    "letters": f"{LETTERS} *-E* --num-experts 4 --moe-ffn-hidden-size 24",
+    "letters-latent": f"{LETTERS} +-+E --multi-latent-attention --kv-lora-rank 11 --qk-head-dim 6 --v-head-dim 5"
+    " --qk-pos-emb-head-dim 4 --num-experts 4 --moe-ffn-hidden-size 24",
+    **{f"letters-{letter}": f"{LETTERS} {letter}-*{letter} {STATE_SIZES}" for letter in "MGK"},
     **{f"mtp-{name}": flags for name, flags in FURTHER.items()},
 }
 SELECTIVE = "--recompute-granularity selective,--recompute-modules"
@@ -142,10 +150,14 @@ MORE = {
     "mtp-tied": ("1", "tp2,sp", "pp3,--pipeline-model-parallel-layout=Ett|ttmm|L", f"1,{DOCUMENTS}", f"1,{UNIFORM} 1"),
     "mtp-untied": ("1", "cp2", "pp2,vpp2", f"cp2,{DOCUMENTS}", "1,--cpu-offloading-num-layers 1"),
     "mtp-experts": ("1", "pp2,dist-opt", f"1,{SELECTIVE} layernorm moe"),
+    "letters": ("1", "tp2,sp", "pp2", f"1,{UNIFORM} 1", f"1,{SELECTIVE} layernorm moe"),
+    "letters-latent": ("1", "pp2,--hybrid-layer-pattern=+|-|+E|"),
+    **{f"letters-{letter}": ("1", "tp2,sp") for letter in "MGK"},
 }
 # Conversations packed into sequences, or dealt to as many ranks as their length asks for.
 PACKED = (("gpt2", "1"), ("llama", "tp2,sp"), ("llama", "cp2"), ("latent", "1"), ("window", "1"))
 PACKED += (("chunks", "1"), ("gpt2", f"dp4,{test_hybrid_context.HYBRID}12"))
+PACKED += (("letters", "1"), *((f"letters-{letter}", layout) for letter in "MGK" for layout in ("1", "cp2")))
 
 
 class Row(NamedTuple):
@@ -197,7 +209,7 @@ def reference_digest(case: str, reference: Path, directory: Path) -> tuple[str, 
 
 # ---- generation
 
-GENERATED = ("gpt2", "llama", "latent", "window", "chunks", "moe")
+GENERATED = ("gpt2", "llama", "latent", "window", "chunks", "moe", *(f"letters-{letter}" for letter in "MGK"))
 PROMPTS = {"equal": (6, 6, 6), "unequal": (3, 9, 5, 9)}
 
 

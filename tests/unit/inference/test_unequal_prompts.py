@@ -10,17 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from examples.custom_mixer import DecayedSum
 from megatron.core.errors import ConfigError
 from megatron.core.inference.generate import generate
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.speculation import Speculation
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.sequences.state import SequenceState
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.tensor_parallel.parameters import initialise_parameters
 from tests.support.gpt_models import VOCAB_SIZE, build_model
 
 LENGTHS, FURTHER = (7, 3, 3, 1, 11), 6
@@ -152,60 +150,12 @@ def test_each_text_keeps_its_right_drafts(kind: str) -> None:
 # ---- recurrent states
 
 
-class DecayedSum(MegatronModule):
-    """A mixer in the place of attention: each token's output is the decayed sum of all tokens so far."""
-
-    def __init__(self, config: TransformerConfig, layer_number: int, **_: Any) -> None:
-        super().__init__(config)
-        self.layer_number, self.decay = layer_number, 0.5 + 0.1 * layer_number
-
-    def forward(self, hidden_states: Tensor, *inputs: Any) -> tuple[Tensor, None]:
-        context = inputs[2]
-        if context is None:
-            return self.scan(hidden_states, hidden_states.new_zeros(hidden_states.shape[1:]))[0], None
-        (state,) = context.read_recurrent(self.layer_number, hidden_states.new_zeros(hidden_states.shape[2]))
-        outputs = []
-        for rows, x in context.layout.group(hidden_states):
-            output, state[rows] = self.scan(x, state[rows])
-            outputs.append(output)
-        context.write_recurrent(self.layer_number, state)
-        return context.layout.join(outputs), None
-
-    def scan(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """[s, b, h] from a state [b, h] on: outputs [s, b, h] and the state after them."""
-        outputs = []
-        for token in x:
-            state = self.decay * state + token
-            outputs.append(state)
-        return torch.stack(outputs), state
-
-
-def recurrent_model() -> GPTModel:
-    config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, init_method_std=0.3)
-    spec = get_gpt_layer_local_spec()
-    spec.submodules.self_attention = ModuleSpec(DecayedSum)
-    groups = ProcessGroupCollection.single()
-    return GPTModel(config, spec, VOCAB_SIZE, 64, position_embedding_type="none", pg_collection=groups).eval()
-
-
-def test_a_recurrent_state_begins_anew_with_each_sequence() -> None:
-    model = recurrent_model()
-    assert_same_probabilities(model)
-    # Of constant size, and another batch in its place begins from nothing.
-    state = SequenceState(2, 64)
-    for new in ([[1, 2, 3], [4]], [[5], [6]]):
-        read(model, state, new)
-        assert [x.shape for held in state._recurrent.values() for x in held] == [(2, 32)] * 2
-    state.lengths = [0, 0]
-    found = read(model, state, [[7, 8], [9]])
-    torch.testing.assert_close(found[1], read_alone(model, [9]), rtol=0, atol=1e-5)
-
-
 def test_a_recurrent_state_cannot_speculate() -> None:
     flags = "--position-embedding-type rope --mtp-num-layers 1"
     model = model_of(flags)
     for number, layer in enumerate(model.decoder.layers, start=1):
-        layer.self_attention = DecayedSum(model.config, number)
+        layer.self_attention = DecayedSum(model.config, number, ProcessGroupCollection.single())
+        initialise_parameters(layer.self_attention, seed=1)
     options: dict[str, Any] = {"max_new_tokens": 3, "sampling": Sampling(greedy=True)}
     with pytest.raises(ConfigError, match="--speculate reads tokens that may turn out to be wrong"):
         generate(model, texts_of(3, 5), speculation=Speculation(model), **options)

@@ -4,24 +4,18 @@ refused."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
+from examples.custom_mixer import DECAYED_SUM
 from megatron.core.errors import ConfigError
-from megatron.core.plan import kinds
-from megatron.core.plan.branch_kind import BranchKind, Config, Counts, Kept, Tokens, count_norm, keep_input
 from megatron.core.plan.kinds import register_kind
 from megatron.core.plan.letters import Letters, find_letters_problem, split_letters
-from megatron.core.plan.model_plan import Branch
 from megatron.core.plan.read import read_plan
 from megatron.core.plan.stages import build_pipeline_layout, build_virtual_stages
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.transformer.initialisers import input_initialiser
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.planner.memory import count_parameters
 from tests.support.gpt_models import build_model, losses_and_grads, read_config
@@ -103,65 +97,19 @@ def test_layers_of_prediction_are_described() -> None:
 # ---- kinds of a program's own
 
 
-class Mean(MegatronModule):
-    """What a token reads is the mean of all up to it."""
-
-    def __init__(self, config: TransformerConfig, layer_number: int, pg_collection: Any) -> None:
-        super().__init__(config)
-        self.proj = ColumnParallelLinear(
-            config.hidden_size, config.hidden_size, config=config, init_method=input_initialiser(config),
-            bias=False, gather_output=True, tp_group=pg_collection.tp,
-        )  # fmt: skip
-
-    def forward(self, hidden_states: Tensor, *inputs: Any) -> tuple[Tensor, None]:
-        """[s, b, h] -> [s, b, h]."""
-        places = torch.arange(1, len(hidden_states) + 1).view(-1, 1, 1)
-        return self.proj(hidden_states.cumsum(0) / places)[0], None
-
-
-def count(config: Config, branch: Branch) -> Counts:
-    return Counts(config.hidden_size**2, replicated=count_norm(config))
-
-
-def keep(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:
-    yield from keep_input(config, branch, tokens, "attn_norm", "qkv_linear")
-
-
-MEAN = BranchKind("mean", "A", "mixer", count, keep, spec=Mean)
-
-
-@pytest.fixture
-def with_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kind is known for one test only."""
-    monkeypatch.setattr(kinds, "_KINDS", dict(kinds._KINDS))
-    register_kind(MEAN)
-    register_kind(MEAN)  # a module that is imported twice
-
-
-def test_a_kind_of_ones_own_is_built_and_counted(with_mean: None) -> None:
-    model = build_model("--num-layers 3 --hybrid-layer-pattern A-A")
-    losses, grads = losses_and_grads(model)
-    assert losses.isfinite().all() and all(grad.any() for grad in grads.values())
-    assert "decoder.layers.2.mixer.proj.weight" in grads
-    held = sum(param.numel() for name, param in model.named_parameters() if name.startswith("decoder.layers."))
-    biases = sum(param.numel() for name, param in model.named_parameters() if name.endswith("linear_fc1.bias"))
-    outer = sum(param.numel() for name, param in model.named_parameters() if name.endswith("linear_fc2.bias"))
-    counted = count_parameters(model.config, padded_vocab_size=64, untied=False).decoder.sum_of_all
-    assert counted - count_norm(model.config) == held - biases - outer
-
-
 @pytest.mark.parametrize(
     ("name", "letter", "problem"),
     [
-        ("mean", "B", "the kind mean with the letter B meets mean"),
+        ("decayed_sum", "B", "the kind decayed_sum with the letter B meets decayed_sum"),
         ("other", "*", "the kind other with the letter \\* meets attention"),
         ("other", "|", "cannot stand for other"),
         ("other", "AB", "cannot stand for other"),
     ],
 )
-def test_what_no_kind_can_be(with_mean: None, name: str, letter: str, problem: str) -> None:
+def test_what_no_kind_can_be(name: str, letter: str, problem: str) -> None:
+    register_kind(DECAYED_SUM)  # a module that is imported twice
     with pytest.raises(ConfigError, match=problem):
-        register_kind(BranchKind(name, letter, "mixer", count, keep))
+        register_kind(dataclasses.replace(DECAYED_SUM, name=name, letter=letter))
 
 
 @pytest.mark.parametrize(
