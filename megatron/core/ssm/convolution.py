@@ -1,23 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A short causal convolution along the tokens, with a filter for each channel."""
+"""A short causal convolution along the tokens, with a filter for each channel, and SiLU."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.device import is_cpu
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.placement import Part
 from megatron.core.process_groups_config import Group
+from megatron.core.ssm.chunks import list_slabs
 from megatron.core.ssm.pieces import Pieces
 from megatron.core.tensor_parallel.layers import tensor_parallel_split
 from megatron.core.tensor_parallel.parameters import Initialiser, declare_parameter, parameter_dtype
+from megatron.core.tensor_parallel.products import at_least_float32
+
+_ELEMENTS = 2**17
+"""At a time on a CPU, of everything that is as large as the input."""
 
 
 class CausalConvolution(nn.Module):
-    """y_t = bias + sum over j of w_j x_{t - W + 1 + j}, channel by channel; zeros before a document.
+    """y_t = silu(bias + sum over j of w_j x_{t - W + 1 + j}), channel by channel; zeros before a document.
 
     channels: of the whole model. parts: sections of the channels that are split one by one over the TP group.
     """
@@ -55,18 +63,80 @@ class CausalConvolution(nn.Module):
     def convolve(self, x: Tensor, before: Tensor | None, documents: Tensor | None = None) -> Tensor:
         """[s, b, c] -> [s, b, c]. before: the width - 1 tokens before them, [width - 1, b, c]; zeros when None.
         documents: the number of each token's document, int [b, width - 1 + s]."""
-        tokens, width = x.shape[0], self.width
-        before = x.new_zeros(width - 1, *x.shape[1:]) if before is None else before
-        padded = torch.cat([before, x])
-        taps = self.weight[:, 0].unbind(1)
-        output = torch.zeros_like(x) if self.bias is None else self.bias.expand_as(x)
-        for tap, weight in enumerate(taps):
-            read = padded[tap : tap + tokens]
-            if documents is not None and tap < width - 1:
-                is_same = documents[:, tap : tap + tokens] == documents[:, width - 1 :]
-                read = read * is_same.t()[..., None]
-            output = torch.addcmul(output, read, weight)
+        before = x.new_zeros(self.width - 1, *x.shape[1:]) if before is None else before
+        return _Convolution.apply(x, before, self.weight, self.bias, documents)  # type: ignore[no-any-return]
+
+
+class _Convolution(torch.autograd.Function):
+    """Keeps nothing but its arguments for backward, and goes over some tokens at a time; in float32 or wider."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, before: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, before, weight, bias, documents)
+        output = x.new_empty(x.shape)
+        for start, stop in _list_stretches(x):
+            reads = _list_reads(x, before, documents, start, stop, weight.shape[-1])
+            output[start:stop] = F.silu(_sum_up(reads, weight, bias))
         return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, before, weight, bias, documents = ctx.saved_tensors
+        width = weight.shape[-1]
+        taps = at_least_float32(weight[:, 0])
+        of_weight, of_bias = torch.zeros_like(taps), torch.zeros_like(taps[:, 0])
+        of_padded = taps.new_zeros(len(before) + len(x), *x.shape[1:])
+        for start, stop in _list_stretches(x):
+            reads = _list_reads(x, before, documents, start, stop, width)
+            summed = _sum_up(reads, weight, bias)
+            gate = torch.sigmoid(summed)
+            # silu'(y) = g (1 + y (1 - g)) with g = sigmoid(y).
+            of_sum = gate * (1 + summed * (1 - gate)) * at_least_float32(grad[start:stop])
+            of_bias += of_sum.sum((0, 1))
+            for tap, read in enumerate(reads):
+                of_weight[:, tap] += (of_sum * read).sum((0, 1))
+                part = of_sum * taps[:, tap]
+                if documents is not None and tap < width - 1:
+                    part = part * _find_same(documents, start, stop, tap, width)
+                of_padded[start + tap : stop + tap] += part
+        return (
+            of_padded[len(before) :].to(x.dtype), of_padded[: len(before)].to(before.dtype),
+            of_weight[:, None].to(weight.dtype), None if bias is None else of_bias.to(bias.dtype), None,
+        )  # fmt: skip
+
+
+def _list_stretches(x: Tensor) -> Sequence[tuple[int, int]]:
+    """Tokens at a time: on a CPU as many as its caches hold."""
+    return list_slabs(len(x), max(1, _ELEMENTS // x[0].numel()) if is_cpu(x) else max(len(x), 1))
+
+
+def _list_reads(x: Tensor, before: Tensor, documents: Tensor | None, start: int, stop: int, width: int) -> list[Tensor]:
+    """What each weight of the filters is multiplied by, [stop - start, b, c], for tokens start..stop."""
+    first = start - (width - 1)
+    window = x[first:stop] if first >= 0 else torch.cat([before[start:], x[:stop]])
+    window, tokens = at_least_float32(window), stop - start
+    reads = [window[tap : tap + tokens] for tap in range(width)]
+    if documents is not None:
+        for tap in range(width - 1):
+            # Not a product: beyond a document's beginning may be anything, NaN too.
+            reads[tap] = reads[tap].masked_fill(~_find_same(documents, start, stop, tap, width), 0.0)
+    return reads
+
+
+def _find_same(documents: Tensor, start: int, stop: int, tap: int, width: int) -> Tensor:
+    """Whether the token that a weight reads is of the reader's document, [stop - start, b, 1]."""
+    own = documents[:, start + width - 1 : stop + width - 1]
+    return (documents[:, start + tap : stop + tap] == own).t()[..., None]
+
+
+def _sum_up(reads: Sequence[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
+    taps = at_least_float32(weight[:, 0])
+    total = reads[0] * taps[:, 0]
+    for tap in range(1, len(reads)):
+        total.addcmul_(reads[tap], taps[:, tap])
+    return total if bias is None else total.add_(bias)
 
 
 def _uniform(bound: float) -> Initialiser:

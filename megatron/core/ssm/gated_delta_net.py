@@ -17,8 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.plan.state_kinds import list_delta_sections
-from megatron.core.ssm.state_mixer import Attended, StateMixer, log_uniform_decay, step_sizes
+from megatron.core.ssm.by_tokens import compute_by_tokens
+from megatron.core.ssm.chunks import Inputs
+from megatron.core.ssm.state_mixer import StateMixer, log_uniform_decay, step_sizes
 from megatron.core.tensor_parallel.parameters import ones
+from megatron.core.tensor_parallel.products import at_least_float32
 from megatron.core.transformer.norms import rms_norm
 
 _LENGTH_EPSILON = 1e-6
@@ -29,6 +32,7 @@ class GatedDeltaNet(StateMixer):
 
     title = "a gated delta net"
     convolved = ("query", "key", "value")
+    decay_section = "alpha"
 
     def list_sections(self) -> dict[str, int]:
         """See StateMixer."""
@@ -54,26 +58,42 @@ class GatedDeltaNet(StateMixer):
         heads = config.linear_num_value_heads // self.groups.tp.size()
         return heads, (config.linear_key_head_dim, config.linear_value_head_dim)
 
-    def prepare(self, section: dict[str, Tensor]) -> Attended:
+    @property
+    def unit(self) -> tuple[float, float]:  # type: ignore[override]
         """See StateMixer."""
-        width = self.config.linear_key_head_dim
-        query, key = (normalise(section[name].unflatten(-1, (-1, width))) for name in ("query", "key"))
-        value = section["value"].unflatten(-1, (-1, self.config.linear_value_head_dim))
-        steps = F.softplus(section["alpha"].float() + self.dt_bias.float())
-        beta = torch.sigmoid(section["beta"])[..., None]  # [b, s, value heads, 1]
-        shared = value.shape[2] // key.shape[2]
-        return Attended(
-            query * width**-0.5,
-            key,
-            value * beta,
-            -self.A_log.float().exp() * steps,
-            key.repeat_interleave(shared, dim=2) * beta,
+        return _LENGTH_EPSILON, self.config.linear_key_head_dim**-0.5
+
+    def prepare(self, section: dict[str, Tensor]) -> Inputs:
+        """See StateMixer."""
+        query, key, value = self.list_heads(section)
+        log_decay, beta = compute_by_tokens(
+            self._find_gates, (section[self.decay_section], section["beta"]), (self.A_log, self.dt_bias)
         )
+        return Inputs(query, key, value, log_decay, beta, beta)
+
+    def _find_gates(self, alpha: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+        steps = F.softplus(at_least_float32(alpha) + self.dt_bias)
+        return -at_least_float32(self.A_log).exp() * steps, torch.sigmoid(beta)
+
+    def list_heads(self, section: dict[str, Tensor]) -> list[Tensor]:
+        """Queries, keys and values, [s, b, heads, channels of one]."""
+        config = self.config
+        widths = {"query": config.linear_key_head_dim, "key": config.linear_key_head_dim,
+                  "value": config.linear_value_head_dim}  # fmt: skip
+        return [section[name].unflatten(-1, (-1, width)) for name, width in widths.items()]
 
     def finish(self, output: Tensor, section: dict[str, Tensor]) -> Tensor:
         """See StateMixer."""
-        gate = section["z"].unflatten(-1, (-1, self.config.linear_value_head_dim))
-        return (self.out_norm(output) * F.silu(gate.float())).to(output.dtype).flatten(-2)
+        (result,) = compute_by_tokens(self._gate, (output, section["z"]), (self.out_norm.weight,))
+        return result  # type: ignore[no-any-return]
+
+    def _gate(self, output: Tensor, z: Tensor) -> tuple[Tensor]:
+        gate = self.open_gate(at_least_float32(z.unflatten(-1, (-1, output.shape[-1]))))
+        return ((self.out_norm(output) * gate).to(output.dtype).flatten(-2),)
+
+    def open_gate(self, z: Tensor) -> Tensor:
+        """What the normalised output is multiplied by."""
+        return F.silu(z)
 
 
 class GatedDeltaNet2(GatedDeltaNet):
@@ -96,19 +116,21 @@ class GatedDeltaNet2(GatedDeltaNet):
             self.declare(config.linear_value_head_dim, ones, is_divided=False), config.layernorm_epsilon
         )
 
-    def prepare(self, section: dict[str, Tensor]) -> Attended:
+    def prepare(self, section: dict[str, Tensor]) -> Inputs:
         """See StateMixer."""
-        by_key, by_value = self.config.linear_key_head_dim, self.config.linear_value_head_dim
-        query, key = (normalise(section[name].unflatten(-1, (-1, by_key))) for name in ("query", "key"))
-        steps = F.softplus(section["f"].float() + self.dt_bias.float()).unflatten(-1, (-1, by_key))
-        value = section["value"] * torch.sigmoid(section["w"])
-        return Attended(
-            query * by_key**-0.5,
-            key,
-            value.unflatten(-1, (-1, by_value)),
-            -self.A_log.float().exp()[:, None] * steps,
-            key * torch.sigmoid(section["b"]).unflatten(-1, (-1, by_key)),
-        )
+        query, key, value = self.list_heads(section)
+        log_decay, erase = compute_by_tokens(self._find_gates, (section["f"], section["b"]), (self.A_log, self.dt_bias))
+        (written,) = compute_by_tokens(_weigh, (value, section["w"].unflatten(-1, value.shape[2:])), ())
+        return Inputs(query, key, written, log_decay, None, erase)
+
+    def _find_gates(self, f: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        widths = (-1, self.config.linear_key_head_dim)
+        steps = F.softplus(at_least_float32(f) + self.dt_bias).unflatten(-1, widths)
+        return -at_least_float32(self.A_log).exp()[:, None] * steps, torch.sigmoid(b).unflatten(-1, widths)
+
+
+def _weigh(value: Tensor, w: Tensor) -> tuple[Tensor]:
+    return (value * torch.sigmoid(w),)
 
 
 class HeadNorm(torch.nn.Module):
@@ -121,9 +143,3 @@ class HeadNorm(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., channels of a head] -> the same."""
         return rms_norm(x, self.weight, self._epsilon)
-
-
-def normalise(x: Tensor) -> Tensor:
-    """Vectors of length one along the last dimension, in float32 inside."""
-    wide = x.float() if x.dtype != torch.float64 else x
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + _LENGTH_EPSILON)).to(x.dtype)

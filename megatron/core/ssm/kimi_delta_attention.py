@@ -14,15 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.plan.state_kinds import list_kimi_sections
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet, HeadNorm, normalise
-from megatron.core.ssm.state_mixer import Attended, log_uniform_decay, step_sizes
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, HeadNorm
+from megatron.core.ssm.state_mixer import log_uniform_decay, step_sizes
 from megatron.core.tensor_parallel.parameters import ones
+from megatron.core.tensor_parallel.products import at_least_float32
 
 
 class KimiDeltaAttention(GatedDeltaNet):
     """[s, b, h] -> [s, b, h]; as many key heads as value heads, of the same width."""
 
     title = "Kimi delta attention"
+    decay_section = "g"
 
     def list_sections(self) -> dict[str, int]:
         """See StateMixer."""
@@ -37,18 +39,10 @@ class KimiDeltaAttention(GatedDeltaNet):
             self.declare(config.linear_value_head_dim, ones, is_divided=False), config.layernorm_epsilon
         )
 
-    def prepare(self, section: dict[str, Tensor]) -> Attended:
-        """See StateMixer."""
-        width = (-1, self.config.linear_value_head_dim)
-        query, key = (normalise(section[name].unflatten(-1, width)) for name in ("query", "key"))
-        speed = self.A_log.float().exp()[:, None]
-        steps = (section["g"].float() + self.dt_bias.float()).unflatten(-1, width)
-        log_decay = -speed * F.softplus(steps)
-        beta = torch.sigmoid(section["beta"])[..., None]
-        value = section["value"].unflatten(-1, width)
-        return Attended(query * width[1] ** -0.5, key, value * beta, log_decay, key * beta)
+    def _find_gates(self, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+        steps = (at_least_float32(g) + self.dt_bias).unflatten(-1, (-1, self.config.linear_value_head_dim))
+        return -at_least_float32(self.A_log).exp()[:, None] * F.softplus(steps), torch.sigmoid(beta)
 
-    def finish(self, output: Tensor, section: dict[str, Tensor]) -> Tensor:
-        """See StateMixer."""
-        gate = section["z"].unflatten(-1, (-1, self.config.linear_value_head_dim))
-        return (self.out_norm(output) * torch.sigmoid(gate.float())).to(output.dtype).flatten(-2)
+    def open_gate(self, z: Tensor) -> Tensor:
+        """See GatedDeltaNet."""
+        return torch.sigmoid(z)

@@ -16,9 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.plan.state_kinds import list_mamba_sections
-from megatron.core.ssm.state_mixer import Attended, StateMixer, log_uniform_decay, step_sizes
+from megatron.core.ssm.by_tokens import compute_by_tokens
+from megatron.core.ssm.chunks import Inputs
+from megatron.core.ssm.state_mixer import StateMixer, log_uniform_decay, step_sizes
 from megatron.core.tensor_parallel.layers import tensor_parallel_split
 from megatron.core.tensor_parallel.parameters import declare_parameter, ones
+from megatron.core.tensor_parallel.products import at_least_float32
 from megatron.core.transformer.norms import rms_norm
 
 _CONVOLUTION_WIDTH = 4
@@ -69,22 +72,23 @@ class MambaMixer(StateMixer):
         heads = self.sections["dt"] // self.groups.tp.size()
         return heads, (self.config.mamba_state_dim, self.config.mamba_head_dim)
 
-    def prepare(self, section: dict[str, Tensor]) -> Attended:
+    def prepare(self, section: dict[str, Tensor]) -> Inputs:
         """See StateMixer."""
-        x, key, query = (section[name] for name in ("x", "B", "C"))
-        steps = F.softplus(section["dt"].float() + self.dt_bias.float())  # [b, s, heads]
-        value = x.unflatten(-1, (-1, self.config.mamba_head_dim))
-        groups = (-1, self.config.mamba_state_dim)
-        return Attended(
-            query.unflatten(-1, groups),
-            key.unflatten(-1, groups),
-            value * steps[..., None].to(value.dtype),
-            -steps * self.A_log.float().exp(),
-            None,
-        )
+        log_decay, steps = compute_by_tokens(self._find_steps, (section["dt"],), (self.A_log, self.dt_bias))
+        value = section["x"].unflatten(-1, (-1, self.config.mamba_head_dim))
+        key, query = (section[name].unflatten(-1, (-1, self.config.mamba_state_dim)) for name in ("B", "C"))
+        return Inputs(query, key, value, log_decay, steps)
+
+    def _find_steps(self, dt: Tensor) -> tuple[Tensor, Tensor]:
+        steps = F.softplus(at_least_float32(dt) + self.dt_bias)  # [s, b, heads]
+        return -at_least_float32(self.A_log).exp() * steps, steps
 
     def finish(self, output: Tensor, section: dict[str, Tensor]) -> Tensor:
         """See StateMixer."""
-        value = section["x"].unflatten(-1, (-1, self.config.mamba_head_dim))
-        output = (output + self.D[:, None] * value).flatten(-2)
-        return self.norm(output * F.silu(section["z"]))
+        (result,) = compute_by_tokens(self._gate, (output, section["x"], section["z"]), (self.D, self.norm.weight))
+        return result  # type: ignore[no-any-return]
+
+    def _gate(self, output: Tensor, x: Tensor, z: Tensor) -> tuple[Tensor]:
+        skipped = at_least_float32(self.D)[:, None] * x.unflatten(-1, output.shape[2:])
+        summed = (at_least_float32(output) + skipped).flatten(-2)
+        return (self.norm(summed * F.silu(at_least_float32(z))).to(output.dtype),)

@@ -11,9 +11,9 @@ parallelism a rank computes its pieces of the sequence from the state that is ha
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from megatron.core.inference_context import InferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.placement import Part
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.chunks import Inputs
 from megatron.core.ssm.convolution import CausalConvolution
 from megatron.core.ssm.linear_attention import attend, attend_step
 from megatron.core.ssm.pieces import Pieces
@@ -48,16 +49,6 @@ class StateMixerSubmodules:
     out_proj: Any
 
 
-class Attended(NamedTuple):
-    """What linear attention reads: see `attend`."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    log_decay: Tensor
-    erase: Tensor | None
-
-
 class StateMixer(MegatronModule):
     """[s, b, h] -> [s, b, h] and no bias; a kind says its sections and the arithmetic between the projections."""
 
@@ -65,6 +56,8 @@ class StateMixer(MegatronModule):
     """Name in messages."""
     convolved: ClassVar[Sequence[str]]
     """Sections that pass the convolution; neighbours."""
+    unit: tuple[float, float] | None = None
+    """See `attend`."""
 
     def __init__(
         self,
@@ -128,8 +121,9 @@ class StateMixer(MegatronModule):
         """Declare the parameters between the two projections, but for the convolution's."""
 
     @abstractmethod
-    def prepare(self, section: dict[str, Tensor]) -> Attended:
-        """The inputs of linear attention from the sections [b, s, channels of this rank]; convolved ones are."""
+    def prepare(self, section: dict[str, Tensor]) -> Inputs:
+        """The inputs of linear attention, but [s, b, ...], from the sections [s, b, channels of this rank], of which
+        some are convolved."""
 
     @property
     @abstractmethod
@@ -138,7 +132,7 @@ class StateMixer(MegatronModule):
 
     @abstractmethod
     def finish(self, output: Tensor, section: dict[str, Tensor]) -> Tensor:
-        """Gate and normalise: [b, s, heads, V] -> [b, s, channels of z]."""
+        """Gate and normalise: [s, b, heads, V] -> [s, b, channels of z]."""
 
     # ---- the frame
 
@@ -168,67 +162,66 @@ class StateMixer(MegatronModule):
 
     def _mix(self, projected: Tensor, pieces: Pieces) -> Tensor:
         """Everything between the projections: [s, b, sections] -> [s, b, channels of z]."""
-        before, convolved, after = projected.split(self._find_convolved(), dim=-1)
-        section = self._divide(before, self.conv1d(convolved, pieces), after)
-        attended = self.prepare(section)
-        return self.finish(self._attend(attended, pieces), section).transpose(0, 1)
+        section = self._divide(projected, lambda x: self.conv1d(x, pieces))
+        output = self._attend(_by_sequences(self.prepare(section)), pieces)
+        return self.finish(output.transpose(0, 1), section)
 
     def _mix_with_state(self, projected: Tensor, context: InferenceContext) -> Tensor:
         """The same in generation: the convolution's last inputs and the state of each sequence are kept in context."""
         heads, width = self.state_shape
-        tail = projected.new_zeros(self.conv1d.width - 1, self._find_convolved()[1])
+        tail = projected.new_zeros(self.conv1d.width - 1, self.conv1d.weight.shape[0])
         state = projected.new_zeros(heads, *width, dtype=torch.promote_types(projected.dtype, torch.float32))
         tails, states = context.read_recurrent(self.layer_number, tail, state)
         parts = []
         for rows, x in context.layout.group(projected):  # [n, sequences of the run, sections]
-            before, convolved, after = x.split(self._find_convolved(), dim=-1)
             past = tails[rows].transpose(0, 1)  # [width - 1, sequences, channels]
-            section = self._divide(before, self.conv1d.convolve(convolved, past), after)
-            tails[rows] = torch.cat([past, convolved])[1 - self.conv1d.width :].transpose(0, 1)
-            attended = self.prepare(section)
+            read: list[Tensor] = []
+
+            def convolve(x: Tensor, past: Tensor = past, read: list[Tensor] = read) -> Tensor:
+                read.append(x)
+                return self.conv1d.convolve(x, past)
+
+            section = self._divide(x, convolve)
+            tails[rows] = torch.cat([past, *read])[1 - self.conv1d.width :].transpose(0, 1)
+            inputs = _by_sequences(self.prepare(section))
             if x.shape[0] == 1:
-                query, key, value, log_decay, erase = attended
-                erase = None if erase is None else erase[:, 0]
-                now = (query[:, 0], key[:, 0], value[:, 0], log_decay[:, 0])
-                output, states[rows] = attend_step(*now, erase, states[rows])
+                now = inputs.map(lambda y: y[:, 0])
+                output, states[rows] = attend_step(now, states[rows], self.unit)
                 output = output.unsqueeze(1)
             else:
-                output, states[rows] = attend(*attended, state=states[rows])
-            parts.append(self.finish(output, section).transpose(0, 1))
+                output, states[rows] = attend(inputs, state=states[rows], unit=self.unit)
+            parts.append(self.finish(output.transpose(0, 1), section))
         context.write_recurrent(self.layer_number, tails, states)
         return context.layout.join(parts)
 
-    def _attend(self, inputs: Attended, pieces: Pieces) -> Tensor:
+    def _attend(self, inputs: Inputs, pieces: Pieces) -> Tensor:
         documents = pieces.list_documents()
         if not pieces.is_divided:
-            return attend(*inputs, documents=documents)[0]
+            return attend(inputs, documents=documents, unit=self.unit)[0]
         # Beside the outputs of each piece those that every channel of the unknown state before it would add.
         batch, tokens, heads, width = inputs.value.shape
         channels = inputs.key.shape[-1]
         values = F.pad(inputs.value.to(torch.promote_types(inputs.value.dtype, torch.float32)), (0, channels))
         unknown = torch.eye(channels, width + channels, device=values.device, dtype=values.dtype).roll(width, 1)
         outputs, final = attend(
-            *inputs._replace(value=values),
+            inputs._replace(value=values),
             state=unknown.expand(batch, heads, channels, width + channels),
             documents=None if documents is None else documents.repeat_interleave(batch // documents.shape[0], dim=0),
+            unit=self.unit,
         )
         own, added = outputs.split([width, channels], dim=-1)
         state = pieces.hand_over(final, width)
         return (own + torch.einsum("bshk,bhkv->bshv", added, state)).to(inputs.value.dtype)
 
-    def _find_convolved(self) -> list[int]:
-        """Channels of this rank before, in and after the sections that are convolved."""
+    def _divide(self, projected: Tensor, convolve: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """The sections [s, b, channels of this rank] of [s, b, all of them]; neighbours are convolved together."""
         names, ranks = list(self.sections), self.groups.tp.size()
-        first = names.index(self.convolved[0])
-        of = [size // ranks for size in self.sections.values()]
-        last = first + len(self.convolved)
-        return [sum(of[:first]), sum(of[first:last]), sum(of[last:])]
-
-    def _divide(self, before: Tensor, convolved: Tensor, after: Tensor) -> dict[str, Tensor]:
-        """The sections [b, s, channels of this rank] of [s, b, ...] before, in and after the convolution."""
-        x = torch.cat([before, F.silu(convolved), after], dim=-1).transpose(0, 1)
-        sizes = [size // self.groups.tp.size() for size in self.sections.values()]
-        return dict(zip(self.sections, x.split(sizes, dim=-1), strict=True))
+        first, last = names.index(self.convolved[0]), names.index(self.convolved[-1]) + 1
+        sizes = [size // ranks for size in self.sections.values()]
+        # Each split once: its gradient then is put together in one piece.
+        parts = projected.split([*sizes[:first], sum(sizes[first:last]), *sizes[last:]], dim=-1)
+        convolved = convolve(parts[first]).split(sizes[first:last], dim=-1)
+        return dict(zip(names, [*parts[:first], *convolved, *parts[first + 1 :]], strict=True))
 
     def declare(self, size: int, init: Initialiser, *, is_divided: bool = True) -> torch.nn.Parameter:
         """A parameter with one number for each head or channel; divided over the TP group, or whole on each rank, whose
@@ -244,6 +237,11 @@ class StateMixer(MegatronModule):
     def parameter_dtype(self) -> torch.dtype:
         """Of decay and norms."""
         return self.in_proj.weight.dtype  # type: ignore[no-any-return]
+
+
+def _by_sequences(inputs: Inputs) -> Inputs:
+    """[s, b, ...] -> [b, s, ...]."""
+    return inputs.map(lambda x: x.transpose(0, 1))
 
 
 def get_state_mixer_spec(mixer: type[StateMixer]) -> ModuleSpec:

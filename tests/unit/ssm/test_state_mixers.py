@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.errors import ConfigError
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.placement import get_placement
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNet2
 from megatron.core.ssm.kimi_delta_attention import KimiDeltaAttention
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.ssm.state_mixer import StateMixer, StateMixerSubmodules
@@ -122,6 +123,31 @@ def test_kimi_delta_attention_is_that_of_hugging_face() -> None:
         expected = (expected[0] if isinstance(expected, tuple) else expected).transpose(0, 1)
         # Their chunks take differences of float32 sums, which is where the rest comes from.
         torch.testing.assert_close(ours(hidden)[0], expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize(
+    ("mixer_class", "widths"),
+    [
+        (MambaMixer, {"mamba_num_heads": 6, "mamba_head_dim": 2, "mamba_state_dim": 3, "mamba_num_groups": 3}),
+        (GatedDeltaNet, {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_value_head_dim": 2}),
+        (GatedDeltaNet2, {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_value_head_dim": 2}),
+        (KimiDeltaAttention, {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_value_head_dim": 3}),
+    ],
+)
+def test_gradients_equal_differences_in_float64(mixer_class: type[StateMixer], widths: dict[str, int]) -> None:
+    """Of every parameter and of the input, with documents of one token and of fewer than the convolution reads."""
+    mixer = build(mixer_class, linear_key_head_dim=3, **widths).double()
+    torch.manual_seed(3)
+    hidden = torch.randn(21, 1, HIDDEN, dtype=torch.float64, requires_grad=True)
+    packed = PackedSeqParams(cu_seqlens_q=torch.tensor([0, 1, 3, 19, 21]))
+
+    def run(hidden: Tensor, *parameters: Tensor) -> Tensor:
+        output: Tensor = mixer(hidden, packed_seq_params=packed)[0]
+        return output
+
+    assert torch.autograd.gradcheck(run, (hidden, *mixer.parameters()), atol=1e-6, fast_mode=True)
+    apart = [mixer(part)[0] for part in hidden.split([1, 2, 16, 2])]
+    torch.testing.assert_close(run(hidden), torch.cat(apart), rtol=0, atol=1e-12)
 
 
 def test_what_filters_and_decays_are() -> None:
