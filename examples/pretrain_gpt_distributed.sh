@@ -5,7 +5,9 @@
 #
 #   DATA_PATH=my_text_document VOCAB_FILE=vocab.json MERGE_FILE=merges.txt bash examples/pretrain_gpt_distributed.sh
 #   LAPTOP=1 bash examples/pretrain_gpt_distributed.sh
-source "$(dirname "${BASH_SOURCE[0]}")/launch/start.sh"
+start_sh="$(dirname "${BASH_SOURCE[0]}")/launch/start.sh"
+[ -e "$start_sh" ] || start_sh=examples/launch/start.sh # sbatch runs a copy of this file
+source "$start_sh" || exit 2
 
 need_data_of_gpt2 949,50,1
 keep_in gpt3-350m 1000 100

@@ -4,7 +4,9 @@
 #
 #   sbatch --nodes=1 --gpus-per-node=8 --time=24:00:00 examples/launch/slurm.sh examples/deepseek/train_deepseek_v2_lite.sh
 #   LAPTOP=1 bash examples/deepseek/train_deepseek_v2_lite.sh
-source "$(dirname "${BASH_SOURCE[0]}")/../launch/start.sh"
+start_sh="$(dirname "${BASH_SOURCE[0]}")/../launch/start.sh"
+[ -e "$start_sh" ] || start_sh=examples/launch/start.sh # sbatch runs a copy of this file
+source "$start_sh" || exit 2
 
 made_for 1
 need_data 99,1,0 HuggingFaceTokenizer "a directory with the tokenizer.json of the model"

@@ -4,7 +4,9 @@
 #
 #   bash examples/gpt3/train_gpt3.sh 1.3b
 #   LAPTOP=1 bash examples/gpt3/train_gpt3.sh 175b
-source "$(dirname "${BASH_SOURCE[0]}")/../launch/start.sh"
+start_sh="$(dirname "${BASH_SOURCE[0]}")/../launch/start.sh"
+[ -e "$start_sh" ] || start_sh=examples/launch/start.sh # sbatch runs a copy of this file
+source "$start_sh" || exit 2
 
 SIZE="${1:-350m}"
 [ $# -eq 0 ] || shift

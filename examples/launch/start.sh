@@ -13,12 +13,14 @@
 #   DRY_RUN=1       print the command, run nothing; 8 GPUs where there are none
 #   LAPTOP=1        the same kind of run with tiny sizes and made-up data, on this machine, as tools/shrink.py makes it
 #
-# In a SLURM job (sbatch SCRIPT) the nodes are those of the job, and srun reaches all of them.
+# In a SLURM job (sbatch SCRIPT, in the root of the checkout) the nodes are those of the job, and srun reaches all of them.
 set -euo pipefail
 
-# shellcheck source=examples/launch/steps.sh
-source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
 LAUNCH_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+# sbatch runs a copy of this file, in the directory that it was submitted from.
+[ -e "$LAUNCH_ROOT/examples/launch/steps.sh" ] || LAUNCH_ROOT="$PWD"
+# shellcheck source=examples/launch/steps.sh
+source "$LAUNCH_ROOT/examples/launch/steps.sh" || exit 2
 START_SH="$LAUNCH_ROOT/examples/launch/start.sh"
 
 is_trial() { [ -n "${DRY_RUN:-}" ] || [ -n "${LAPTOP:-}" ]; }

@@ -5,7 +5,9 @@
 #   bash examples/llama/train_llama3_8b_h100_fp8.sh [CHECKPOINTS] [LOGS] [TOKENIZER] [DATA]
 #
 # TOKENIZER: a directory with a tokenizer.json. DATA: the prefix of a dataset. MOCK for either, or neither given: made-up data.
-source "$(dirname "${BASH_SOURCE[0]}")/../launch/start.sh"
+start_sh="$(dirname "${BASH_SOURCE[0]}")/../launch/start.sh"
+[ -e "$start_sh" ] || start_sh=examples/launch/start.sh # sbatch runs a copy of this file
+source "$start_sh" || exit 2
 
 CHECKPOINTS="${1:-checkpoints/llama3-8b-fp8}"
 LOGS="${2:-tensorboard_logs/llama3-8b-fp8}"

@@ -7,7 +7,9 @@
 #
 # It has the width and depth of Llama 70B and none of the rest (GELU, LayerNorm, learned positions): for the model itself
 # use --preset llama3-70b, as examples/llama/train_llama3_70b.sh does.
-source "$(dirname "${BASH_SOURCE[0]}")/../launch/start.sh"
+start_sh="$(dirname "${BASH_SOURCE[0]}")/../launch/start.sh"
+[ -e "$start_sh" ] || start_sh=examples/launch/start.sh # sbatch runs a copy of this file
+source "$start_sh" || exit 2
 
 made_for 8
 TP="${TP:-4}"

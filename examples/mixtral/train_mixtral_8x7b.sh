@@ -4,7 +4,9 @@
 #
 #   sbatch --nodes=8 --gpus-per-node=8 --time=24:00:00 examples/launch/slurm.sh examples/mixtral/train_mixtral_8x7b.sh
 #   LAPTOP=1 bash examples/mixtral/train_mixtral_8x7b.sh
-source "$(dirname "${BASH_SOURCE[0]}")/../launch/start.sh"
+start_sh="$(dirname "${BASH_SOURCE[0]}")/../launch/start.sh"
+[ -e "$start_sh" ] || start_sh=examples/launch/start.sh # sbatch runs a copy of this file
+source "$start_sh" || exit 2
 
 made_for 8
 need_data 99,1,0 Llama2Tokenizer "the tokenizer.model of Mixtral"

@@ -132,8 +132,8 @@ def open_source(
     where = path / CONFIG_JSON
     fields = read_model_fields(where)
     tensors, notes = open_tensors(path), []
-    if "quantization_config" in fields:
-        quantised = DequantisedTensors(tensors, fields["quantization_config"] or {}, where)
+    if (quantisation := fields.get("quantization_config")) is not None:
+        quantised = DequantisedTensors(tensors, quantisation, where)
         tensors, notes = quantised, [quantised.note]
     further, fields = (
         fields.get(PREDICTION),

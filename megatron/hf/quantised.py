@@ -83,9 +83,9 @@ class FP8Weights:
 class DequantisedTensors:
     """The weights of a directory as if they were stored in bfloat16; see `TensorDirectory`."""
 
-    def __init__(self, stored: TensorDirectory, quantisation: Mapping[str, Any], where: Path) -> None:
-        """quantisation: the `quantization_config` of the config.json `where`. Raises CheckpointError for a method that
-        is not known, and for scales that are missing or have another shape."""
+    def __init__(self, stored: TensorDirectory, quantisation: Any, where: Path) -> None:
+        """quantisation: the `quantization_config` of the config.json `where`. Raises CheckpointError for what is none,
+        for a method that is not known, and for scales that are missing or have another shape."""
         self._stored = stored
         self._readers: dict[str, Callable[[str, Box], Tensor]] = {}
         self._block = (0, 0)
@@ -93,6 +93,10 @@ class DequantisedTensors:
         """The tensors by the names that they have where nothing is quantised."""
         self.note = ""
         """A sentence about what is done."""
+        if not isinstance(quantisation, Mapping):
+            raise CheckpointError(
+                f"{where}: quantization_config is {str(quantisation)[:40]!r}; it must be an object with a quant_method, or null"
+            )
         method = quantisation.get("quant_method")
         if method == "fp8" and _is_block_size(quantisation.get("weight_block_size")):
             self._block = tuple(quantisation["weight_block_size"])
@@ -122,7 +126,11 @@ class DequantisedTensors:
             if name.endswith(SCALE) and name.removesuffix(SCALE) in self._stored.contents:
                 continue
             if tensor.dtype == torch.float8_e4m3fn:
-                blocks = tuple(math.ceil(n / b) for n, b in zip(tensor.shape, self._block, strict=False))
+                if len(tensor.shape) != 2:
+                    raise CheckpointError(
+                        f"{tensor.file}: {name} is {tensor.shape}; weights in blocks of FP8 are matrices"
+                    )
+                blocks = tuple(math.ceil(n / b) for n, b in zip(tensor.shape, self._block, strict=True))
                 self._require(name + SCALE, blocks, name)
                 self._readers[name] = self._read_fp8
                 tensor = tensor._replace(dtype=torch.bfloat16)
@@ -145,11 +153,12 @@ class DequantisedTensors:
             if stored_name.endswith(_SCALES) and stored_name.removesuffix(_SCALES) + _BLOCKS in self._stored.contents:
                 continue
             if name != stored_name and tensor.dtype == torch.uint8:
-                *leading, rows, groups, half = tensor.shape
-                if 2 * half != _MX_BLOCK:
+                if len(tensor.shape) < 3 or 2 * tensor.shape[-1] != _MX_BLOCK:
                     raise CheckpointError(
-                        f"{tensor.file}: {stored_name} is {tensor.shape}; blocks of MXFP4 have {_MX_BLOCK // 2} bytes"
+                        f"{tensor.file}: {stored_name} is {tensor.shape}, expected [..., rows, blocks, bytes]; blocks of MXFP4 have "
+                        f"{_MX_BLOCK // 2} bytes"
                     )
+                *leading, rows, groups, _ = tensor.shape
                 self._require(name + _SCALES, (*leading, rows, groups), stored_name)
                 self._readers[name] = self._read_mxfp4
                 tensor = tensor._replace(dtype=torch.bfloat16, shape=(*leading, groups * _MX_BLOCK, rows))

@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.durable import storage_errors
 from megatron.core.dist_checkpointing.safe_pickle import read_restricted, refuse_expanded
 from megatron.core.errors import CheckpointError
 from megatron.core.placement import Box
-from megatron.training.recipes.hf_config import read_json
+from megatron.training.recipes.hf_config import read_weight_map
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -87,10 +87,7 @@ def _find_shards(directory: Path, stem: str, suffix: str) -> dict[Path, set[str]
     if not index.is_file():
         return {single: None} if single.is_file() else {}
     shards: dict[Path, set[str] | None] = {}
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise CheckpointError(f"{index} has no weight_map with the file of each tensor; download it again")
-    for name, file in weight_map.items():
+    for name, file in read_weight_map(index).items():
         # The index comes with the model, from whoever made that: it must not make us read files elsewhere.
         if Path(file).name != file:
             raise CheckpointError(f"{index} names the file {file!r} outside of {directory} for {name}; refused")

@@ -47,6 +47,7 @@ SCRIPTS = {
 }
 """Script and argument -> processes."""
 TRAINED = ("llama/train_llama_70b.sh", "llama/train_llama3_8b_fp8.sh", "deepseek/train_deepseek_v3.sh")
+TRAINED_BY_PATH = "examples/llama/train_llama3_70b.sh"
 EXAMPLE_SCRIPTS = sorted(path for path in EXAMPLES.rglob("*.sh") if path.name != "steps.sh")
 SHELL_FILES = sorted(
     path for place in ("examples", "tools", "tests", ".github") for path in (ROOT / place).rglob("*.sh")
@@ -255,6 +256,17 @@ def test_a_batch_script_reaches_all_nodes(slurm: dict[str, str], launcher: str) 
     assert words[3] == tasks[launcher] and words[-2:] == ["--preset", "gpt2"]
 
 
+@pytest.mark.parametrize("script", [*SCRIPTS, "launch/start.sh --preset gpt2", f"launch/slurm.sh {TRAINED_BY_PATH}"])
+def test_the_copy_that_sbatch_makes_finds_the_checkout(slurm: dict[str, str], tmp_path: Path, script: str) -> None:
+    """SLURM runs a copy in its own directory, with the directory of the submission as the working directory."""
+    file, *arguments = script.split()
+    copy = shutil.copy(EXAMPLES / file, tmp_path / "slurm_script")
+    finished = run(shlex.join([str(copy), *arguments]), DRY_RUN="1", **slurm)
+    assert finished.returncode == 0 and finished.stderr == ""
+    assert shlex.split(finished.stdout)[0] == "srun"
+    assert str(ROOT / "pretrain_gpt.py") in finished.stdout or str(EXAMPLES / "launch" / "start.sh") in finished.stdout
+
+
 def test_each_node_of_a_step_starts_its_own_launcher(slurm: dict[str, str], tmp_path: Path) -> None:
     python = tmp_path / "bin" / "python"
     python.write_text(
@@ -322,8 +334,10 @@ def test_shell_files_are_sound() -> None:
     if shellcheck is None:
         pytest.skip("shellcheck is not installed")
     files = [str(file) for file in SHELL_FILES]
-    # SC1091, SC2154: what start.sh sets; SC2086: EXTRA_FLAGS is meant to be several words.
-    found = subprocess.run([shellcheck, "--exclude=SC1091,SC2086,SC2154", *files], capture_output=True, text=True)
+    # SC1090, SC1091, SC2154: where start.sh is, and what it sets; SC2086: EXTRA_FLAGS is meant to be several words.
+    found = subprocess.run(
+        [shellcheck, "--exclude=SC1090,SC1091,SC2086,SC2154", *files], capture_output=True, text=True
+    )
     assert found.returncode == 0, found.stdout
 
 

@@ -199,7 +199,8 @@ def _check_ids(path: Path) -> None:
     else:
         vocabulary, added = ({} if path.name == "tokenizer.json" else content), ()
     numbered = list(vocabulary.items()) if isinstance(vocabulary, dict) else []
-    numbered += [(each.get("content"), each.get("id")) for each in added or () if isinstance(each, dict)]
+    added = added if isinstance(added, list) else ()
+    numbered += [(each.get("content"), each.get("id")) for each in added if isinstance(each, dict)]
     for token, number in numbered:
         if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= LARGEST_ID:
             raise DataError(

@@ -80,7 +80,7 @@ def list_stored_names(directory: Path) -> set[str] | None:
     """Names of the tensors in a directory's safetensors files; None where it has none. Raises CheckpointError."""
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if index.is_file():
-        return set(read_json(index).get("weight_map") or ())
+        return set(read_weight_map(index))
     if not single.is_file():
         return None
     try:
@@ -93,6 +93,14 @@ def list_stored_names(directory: Path) -> set[str] | None:
     if not isinstance(header, dict):
         raise CheckpointError(f"{single} is no safetensors file, or was cut off; download it again")
     return set(header)
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Tensor -> the file that it is in, of a model.safetensors.index.json. Raises CheckpointError."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CheckpointError(f"{index} has no weight_map with the file of each tensor; download it again")
+    return weight_map
 
 
 def list_model_flags(fields: Mapping[str, Any], where: Path, families: Sequence[Family] = FAMILIES) -> list[str]:

@@ -411,6 +411,19 @@ BAD: dict[str, tuple[Any, str]] = {
     "heads": (lambda d: change_config(d, num_attention_heads="six"), "num_attention_heads is .six. in its config.json"),
     "no number": (lambda d: change_config(d, vocab_size=None), "vocab_size is None; it must be the number of"),
     "quantised": (lambda d: change_config(d, quantization_config={}), "has a quantization_config with the method None"),
+    "quantised by a number": (
+        lambda d: change_config(d, quantization_config=2**63),
+        "quantization_config is '9223372036854775808'; it must be an object with a quant_method, or null",
+    ),
+    "quantised vector": (
+        lambda d: rewrite_weights(d, lambda w: w.to(torch.float8_e4m3fn) if w.dim() == 1 else w, quant_method="fp8",
+                                  weight_block_size=[128, 128]),
+        r"layernorm.weight is \(72,\); weights in blocks of FP8 are matrices",
+    ),
+    "index": (
+        lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": 5}'),
+        "index.json has no weight_map with the file of each tensor",
+    ),
     "no scales": (
         lambda d: rewrite_weights(d, lambda w: w.to(torch.float8_e4m3fn) if w.dim() == 2 else w, quant_method="fp8",
                                   weight_block_size=[128, 128]),

@@ -119,6 +119,7 @@ def test_scales_that_do_not_fit(tmp_path: Path) -> None:
             r"w_scales is \(4, 3\); .* needs \(4, 2\)",
         ),
         ({"w_blocks": torch.zeros(4, 2, 8, dtype=torch.uint8)}, MXFP4, "blocks of MXFP4 have 16 bytes"),
+        ({"w_blocks": torch.zeros(16, dtype=torch.uint8)}, MXFP4, "blocks of MXFP4 have 16 bytes"),
         (blocks, {"quant_method": "gptq"}, "method 'gptq'; known are 'fp8' with a weight_block_size, and 'mxfp4'"),
         (blocks, {"quant_method": "fp8"}, "method 'fp8'; known are"),
     ):

@@ -49,6 +49,15 @@ def test_ids_that_are_no_ids(number: Any, tmp_path: Path) -> None:
         build_for_run(run_config(f"--tokenizer-type GPT2BPETokenizer {files} --vocab-size 1000"))
 
 
+@pytest.mark.parametrize("added", [5, True, 1.5, "x", [5]], ids=repr)
+def test_added_tokens_that_are_no_list_of_tokens(added: Any, tmp_path: Path) -> None:
+    write_files(tmp_path, 1, "vocab")
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content | {"added_tokens": added}))
+    with pytest.raises(DataError, match="tokenizer.json: not a usable tokenizer file"):
+        build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
+
+
 def test_the_largest_id(tmp_path: Path) -> None:
     write_files(tmp_path, 2**31 - 1, "vocab")
     assert build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path)).max_id == 2**31 - 1

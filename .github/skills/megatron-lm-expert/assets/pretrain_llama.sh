@@ -8,7 +8,9 @@
 #   LAPTOP=1 bash .github/skills/megatron-lm-expert/assets/pretrain_llama.sh
 #
 # PRESET: a name of `python pretrain_gpt.py --preset list`. TP: ranks that share a layer, at most a node's GPUs.
-source "$(dirname "${BASH_SOURCE[0]}")/../../../../examples/launch/start.sh"
+start_sh="$(dirname "${BASH_SOURCE[0]}")/../../../../examples/launch/start.sh"
+[ -e "$start_sh" ] || start_sh=examples/launch/start.sh # sbatch runs a copy of this file
+source "$start_sh" || exit 2
 
 PRESET="${PRESET:-llama3-8b}"
 TP="${TP:-2}"
