@@ -95,7 +95,8 @@ class DequantisedTensors:
         """A sentence about what is done."""
         if not isinstance(quantisation, Mapping):
             raise CheckpointError(
-                f"{where}: quantization_config is {str(quantisation)[:40]!r}; it must be an object with a quant_method, or null"
+                f"{where}: quantization_config is {str(quantisation)[:40]!r}; it must be an object with a "
+                "quant_method, or null"
             )
         method = quantisation.get("quant_method")
         if method == "fp8" and _is_block_size(quantisation.get("weight_block_size")):
@@ -155,8 +156,8 @@ class DequantisedTensors:
             if name != stored_name and tensor.dtype == torch.uint8:
                 if len(tensor.shape) < 3 or 2 * tensor.shape[-1] != _MX_BLOCK:
                     raise CheckpointError(
-                        f"{tensor.file}: {stored_name} is {tensor.shape}, expected [..., rows, blocks, bytes]; blocks of MXFP4 have "
-                        f"{_MX_BLOCK // 2} bytes"
+                        f"{tensor.file}: {stored_name} is {tensor.shape}, and not [..., rows, blocks, bytes]; "
+                        f"blocks of MXFP4 have {_MX_BLOCK // 2} bytes"
                     )
                 *leading, rows, groups, _ = tensor.shape
                 self._require(name + _SCALES, (*leading, rows, groups), stored_name)

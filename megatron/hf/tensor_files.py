@@ -94,9 +94,9 @@ def _find_shards(directory: Path, stem: str, suffix: str) -> dict[Path, set[str]
         names = shards.setdefault(directory / file, set())
         assert names is not None
         names.add(name)
-    for file in shards:
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing; {index.name} names it for {len(shards[file] or ())} tensors")
+    for shard, promised in shards.items():
+        if not shard.is_file():
+            raise CheckpointError(f"{shard} is missing; {index.name} names it for {len(promised or ())} tensors")
     return shards
 
 
