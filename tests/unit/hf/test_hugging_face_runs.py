@@ -32,7 +32,6 @@ from megatron.training.verify.parity import open_local_run
 from tests.functional.pretrain_runs import run as run_program
 from tests.functional.pretrain_runs import run_ranks
 from tests.unit.hf.test_bridge import (
-    BAD,
     ODD,
     TOKENIZER,
     assert_same_tensors,
@@ -41,6 +40,7 @@ from tests.unit.hf.test_bridge import (
     read_all,
 )
 from tests.unit.hf.test_converted_prediction import save_with_prediction
+from tests.unit.hf.test_refused_conversions import BAD
 
 transformers = pytest.importorskip("transformers")
 
