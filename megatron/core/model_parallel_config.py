@@ -70,6 +70,8 @@ class ModelParallelConfig(CheckedConfig):
     """Number format of the parameters; float32, or what bf16/fp16 ask for, when None."""
     pipeline_dtype: torch.dtype | None = derived(kind="layout")
     """Number format of the hidden states that pipeline stages exchange; that of the parameters when None."""
+    variable_seq_lengths: bool = derived(False, kind="layout")
+    """Microbatches of a step may differ in length: pipeline stages send each other the shape of what follows."""
     gradient_accumulation_fusion: bool = flag(True, kind="kernel")
     """Weight-gradient products add straight into the main gradient buffer instead of into a temporary."""
     calculate_per_token_loss: bool = flag(False, kind="numerics")

@@ -29,7 +29,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from megatron.core.errors import TopologyError
 
@@ -191,6 +191,9 @@ class Placement:
     """Axes over which each process computes a partial sum of the gradient, to be summed before the update."""
     kind: Kind | None = None
     """What the parameter is; when None, what its name and shape suggest (`suggest_kind`). Never None afterwards."""
+    parallel_dim: int | None = None
+    """The dimension that its layer divides over the ranks that share it, also where there is only one and so no split;
+    None where the layer divides none."""
 
     def __post_init__(self) -> None:
         if self.kind is None:
@@ -251,6 +254,19 @@ class Placement:
     def is_vector(self) -> bool:
         """Whether this has one number for each channel, head or expert, whatever its shape: biases, norms, scales."""
         return self.kind in ("vector", "norm", "qk_norm")
+
+    def marks(self) -> dict[str, Any]:
+        """What programs written for upstream read on a parameter: its attributes there, by name."""
+        cuts = [split.dim for split in self.splits if split.axis in ("tp", "etp")]
+        dim = cuts[0] if cuts else self.parallel_dim
+        return {
+            "tensor_model_parallel": dim is not None,
+            "partition_dim": -1 if dim is None else dim,
+            "partition_stride": 1,
+            "sequence_parallel": "tp" in self.partial_grad_axes,
+            # Upstream's all-reduce over the replicas of dense weights: not for what expert parallelism divides.
+            "allreduce": not any(split.axis == "ep" and split.num_shards > 1 for split in self.splits),
+        }
 
     def coordinates(self) -> list[tuple[int, ...]]:
         """The coordinates of all shards, the last split running fastest."""
@@ -355,6 +371,19 @@ class Placement:
         """The same cut under another name."""
         return dataclasses.replace(self, name=name)
 
+    def element(self, index: int) -> Placement:
+        """One element, by its number in the shard, of a stack along dimension 0: a tensor with a name of its own."""
+        runs = [split.runs(self.full_shape[0]) for split in self.splits if split.dim == 0]
+        first = runs[0][0].start if runs and runs[0] else 0
+        return Placement(
+            name=f"{self.name}{first + index}",
+            full_shape=self.full_shape[1:],
+            splits=tuple(dataclasses.replace(s, dim=s.dim - 1) for s in self.splits if s.dim > 0),
+            partial_grad_axes=self.partial_grad_axes,
+            kind=self.kind,
+            parallel_dim=None if self.parallel_dim is None else self.parallel_dim - 1,
+        )
+
     def block_scaled(self, block: Sequence[int], suffix: str = "_scale") -> Placement:
         """Placement of a tensor with one scale for each block of the weight (block-wise FP8).
 
@@ -421,6 +450,11 @@ def place(param: Tensor, placement: Placement) -> None:
         raise ValueError(f"{placement.name}: shape {tuple(param.shape)}; its placement says {placement.local_shape}")
     # An attribute of the parameter, so that whoever meets the parameter can ask it; no table has to be kept in step.
     param.placement = placement  # type: ignore[attr-defined]
+    marks = placement.marks()
+    vars(param).update(marks)
+    for index, part in enumerate(getattr(param, "parts", ())):
+        place(part, placement.element(index))
+        part.allreduce = marks["allreduce"]
 
 
 def get_placement(param: Tensor, name: str | None = None) -> Placement:

@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.mapping import model_state
 from megatron.core.errors import ConfigError
 from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.stacked_parameters import list_parameters
 from megatron.core.tensor_parallel.parameters import declare_vocabulary
 from megatron.hf.conversion import Source, open_source
 from megatron.hf.entries import Entry, list_entries
@@ -96,7 +97,7 @@ class AutoBridge:
         config = self.config.with_groups(model=settings)
         model = build_gpt_model(config, vocab_size, pg_collection=ProcessGroupCollection.single())
         declare_vocabulary(model, vocab_size)
-        parameters = {get_placement(param, name).name: param for name, param in model.named_parameters()}
+        parameters = {get_placement(param, name).name: param for name, param in list_parameters(model)}
         with torch.no_grad():
             for entry in self._entries:
                 parameters[entry.key].copy_(entry.join(self._source.read))
@@ -133,7 +134,7 @@ class AutoBridge:
         if chosen is None:
             raise ConfigError("there is no model to export; call to_megatron() first, or give the model")
         if isinstance(chosen, nn.Module):
-            named = chosen.named_parameters()
+            named = list_parameters(chosen)
             state = model_state((param.detach(), get_placement(param, name)) for name, param in named)
             weights = WeightStream(state, ProcessGroupCollection.single().world)
         else:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.placement import Box, Placement, get_placement
+from megatron.core.stacked_parameters import list_parameters
 from megatron.core.tensor_parallel.parameters import declare_vocabulary
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.hf.rows import find_their_rows, is_per_expert, join, list_copies, list_names, split
@@ -145,7 +146,7 @@ def list_entries(family: Family, config: RunConfig, vocab_size: int) -> list[Ent
     # All rows are tokens here; how many rows a run adds to them as padding is its own business.
     declare_vocabulary(model, vocab_size)
     entries = []
-    for name, parameter in model.named_parameters():
+    for name, parameter in list_parameters(model):
         placement = get_placement(parameter, name)
         row = find_row(family, placement.name)
         if row is None:

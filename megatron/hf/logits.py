@@ -16,6 +16,7 @@ from megatron.core.errors import CheckpointError
 from megatron.core.optional_deps import available, require
 from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.stacked_parameters import list_parameters
 from megatron.core.tensor_parallel.parameters import declare_vocabulary
 from megatron.hf.checkpoints import OpenCheckpoint
 from megatron.hf.entries import count_values, list_entries
@@ -85,6 +86,6 @@ def _load(checkpoint: OpenCheckpoint, vocab_size: int) -> nn.Module:
     groups = ProcessGroupCollection.single()
     model = build_gpt_model(config, vocab_size, pg_collection=groups)
     declare_vocabulary(model, vocab_size)
-    parameters = ((parameter, get_placement(parameter, name)) for name, parameter in model.named_parameters())
+    parameters = ((parameter, get_placement(parameter, name)) for name, parameter in list_parameters(model))
     serialization.load(model_state(parameters), checkpoint.found, groups.world)
     return model.eval()

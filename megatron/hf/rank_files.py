@@ -30,6 +30,7 @@ from megatron.core.mesh import RankGrid
 from megatron.core.placement import get_placement
 from megatron.core.plan.read import read_plan
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.stacked_parameters import list_parameters
 from megatron.core.tensor_parallel.parameters import declare_vocabulary
 from megatron.hf.checkpoints import ALONE, OpenCheckpoint, fresh_directory
 from megatron.training.checkpoint.to_upstream import CHECKPOINT_VERSION, build_args
@@ -108,7 +109,7 @@ def _read_rank(
             config, rows, pre_process=groups.is_first_stage, post_process=groups.is_last_stage, pg_collection=groups
         )
     declare_vocabulary(model, vocab_size)
-    for name, parameter in model.named_parameters():
+    for name, parameter in list_parameters(model):
         placement = get_placement(parameter, name)
         shard = placement.take(checkpoint.read(placement.name))
         # A copy of its own, for a view would keep the whole tensor in memory.

@@ -20,7 +20,7 @@ from megatron.core.collectives import (
     broadcast_object,
     reduce_scatter_tensor,
 )
-from megatron.core.errors import TopologyError
+from megatron.core.errors import ConfigError, TopologyError
 from megatron.core.mesh import RankGrid
 from megatron.core.process_groups_config import GROUP_AXES, ProcessGroupCollection, SingleRankGroup, group_ranks
 from megatron.core.timers import Timers
@@ -162,3 +162,32 @@ def test_a_shorter_limit_for_collectives() -> None:
             all_reduce(torch.ones(1), groups.tp)
     else:
         time.sleep(2)
+
+
+@distributed(world_size=2)
+def test_programs_get_groups_of_torch() -> None:
+    """Also those of one process, in which they send as in any other."""
+    parallel_state.initialize_model_parallel(2, 1, None, None, False, 1, None, False, 1)
+    getters = [name for name in dir(parallel_state) if name.startswith("get_") and name.endswith("_group")]
+    sizes = {}
+    for name in getters:
+        group = getattr(parallel_state, name)()
+        assert isinstance(group, dist.ProcessGroup), name
+        values = [torch.zeros(1) for _ in range(group.size())]
+        dist.all_gather(values, torch.ones(1), group=group)
+        objects: list[object] = [None] * group.size()
+        dist.all_gather_object(objects, name, group=group)
+        assert dist.get_global_rank(group, group.rank()) == dist.get_rank() and objects == [name] * group.size()
+        sizes[name] = int(sum(values))
+    assert sizes["get_tensor_model_parallel_group"] == sizes["get_model_parallel_group"] == 2
+    assert sizes["get_data_parallel_group"] == sizes["get_pipeline_model_parallel_group"] == 1
+    parallel_state.destroy_model_parallel()
+    assert parallel_state.get_context_parallel_group(check_initialized=False) is None
+    parallel_state.initialize_model_parallel(1, 2, virtual_pipeline_model_parallel_size=2, use_sharp=False)
+    assert parallel_state.get_virtual_pipeline_model_parallel_world_size() == 2
+    assert parallel_state.get_virtual_pipeline_model_parallel_rank() is None
+    parallel_state.set_virtual_pipeline_model_parallel_rank(1)
+    assert parallel_state.get_virtual_pipeline_model_parallel_rank() == 1
+    parallel_state.destroy_model_parallel()
+    with pytest.raises(ConfigError, match="no use_sharp True.*leave it out; .*no rank_offset 2"):
+        parallel_state.initialize_model_parallel(use_sharp=True, rank_offset=2)

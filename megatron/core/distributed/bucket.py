@@ -42,6 +42,7 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.errors import ConfigError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import Group, ProcessGroupCollection, SingleRankGroup
+from megatron.core.stacked_parameters import list_parameters
 
 
 @dataclass(frozen=True)
@@ -255,7 +256,7 @@ class ParamGather:
         # A bucket may end in the middle of a layer: a layer waits for all buckets that hold some of it.
         owner = {param: number for number, (_, params) in enumerate(buckets) for param in params}
         for unit in _find_waiting_units(module):
-            needed = sorted({owner[param] for param in unit.parameters() if param in owner})
+            needed = sorted({owner[param] for _, param in list_parameters(unit) if param in owner})
             if needed:
                 unit.register_forward_pre_hook(self._make_wait_hook(needed))
 

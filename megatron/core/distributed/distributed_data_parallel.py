@@ -42,6 +42,7 @@ from megatron.core.distributed.param_and_grad_buffer import (
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.stacked_parameters import list_parameters
 
 
 class DistributedDataParallel(ModelChunk):
@@ -138,7 +139,7 @@ def _make_buffers(
     """One buffer for each number format, and of experts others. A parameter used in several places (tied embeddings) is
     in it once."""
     by_kind: dict[tuple[bool, torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = defaultdict(list)
-    for name, param in module.named_parameters():
+    for name, param in list_parameters(module):
         if param.requires_grad:
             placement = get_placement(param, name)
             # Experts apart: their gradients are summed over other processes than those of dense layers.
@@ -189,7 +190,7 @@ def _order_buckets_by_use(
     module: nn.Module, buffers: list[ParamAndGradBuffer]
 ) -> list[tuple[Bucket, list[nn.Parameter]]]:
     """All buckets in the order in which forward needs them: by their first parameter in the module's order."""
-    place = {param: index for index, param in enumerate(module.parameters())}
+    place = {param: index for index, param in enumerate(p for _, p in list_parameters(module))}
     buckets = list(itertools.chain.from_iterable(buffer.bucket_params() for buffer in buffers))
     return sorted(buckets, key=lambda entry: min(place[param] for param in entry[1]))
 

@@ -23,6 +23,7 @@ from megatron.core.distributed.param_and_grad_buffer import BufferLayout
 from megatron.core.flat_ranges import Range
 from megatron.core.placement import Placement, get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.stacked_parameters import list_parameters
 
 
 class FlatBuffer(Protocol):
@@ -106,7 +107,7 @@ class ModelChunk(nn.Module, ABC):
         ]
 
     def _placed_params(self) -> list[tuple[Placement, nn.Parameter]]:
-        named = self.module.named_parameters()
+        named = list_parameters(self.module)
         return [(get_placement(param, name), param) for name, param in named if param.requires_grad]
 
     @abstractmethod

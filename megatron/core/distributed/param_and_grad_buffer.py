@@ -29,6 +29,7 @@ from megatron.core.distributed.bucket import Bucket, Reduction
 from megatron.core.flat_ranges import Range, merge_ranges
 from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import Group
+from megatron.core.stacked_parameters import bind_parts
 
 NamedParams = Sequence[tuple[str, nn.Parameter]]
 """(name in the whole model, parameter)."""
@@ -168,6 +169,7 @@ class ParamAndGradBuffer:
             # The same Parameter object with other memory: modules, optimizers and hooks that hold it need not know.
             param.data = view
             param.main_grad = view_slot(self.grad_data, slot, param.shape)  # type: ignore[attr-defined]
+            bind_parts(param)
         self.buckets = [
             Bucket(self.grad_data[start:stop], self.param_data[start:stop], reduction)
             for start, stop, _ in self.layout.buckets

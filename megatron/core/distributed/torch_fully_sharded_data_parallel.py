@@ -84,6 +84,11 @@ class TorchFullyShardedDataParallel(ModelChunk):
         self._param_dtype = next((param.dtype for param in module.parameters()), torch.float32)
         self.formats = Formats.build(ddp_config, self._param_dtype)
         self.keeps_gathered = ddp_config.data_parallel_sharding_strategy == "optim_grads"
+        if any(hasattr(param, "part_of") for param in module.parameters()):
+            raise ConfigError(
+                "FSDP divides the experts of a layer as one weight, and the layer spec shows each as its own; build "
+                "the model by get_gpt_layer_spec(), or leave out --use-torch-fsdp2"
+            )
         # Read now: fully_shard replaces the parameters by new ones without our attributes.
         placements = [(get_placement(param, name), param.dtype) for name, param in module.named_parameters()]
         self._fill = fill

@@ -30,6 +30,7 @@ from megatron.core.optimizer.update_rules import UpdateRule
 from megatron.core.optimizer.whole_matrices import locate_member
 from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.stacked_parameters import list_parameters
 from megatron.core.timers import Timers
 
 
@@ -317,7 +318,7 @@ class MegatronOptimizer:
 
     def _first_non_finite(self) -> str | None:
         for chunk in self.model_chunks:
-            for name, param in chunk.module.named_parameters():
+            for name, param in list_parameters(chunk.module):
                 bad = ~param.main_grad.isfinite() if param.requires_grad else None  # type: ignore[attr-defined]
                 if bad is not None and bad.any():
                     found = f"{int(bad.sum())} of {bad.numel()} elements"

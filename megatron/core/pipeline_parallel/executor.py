@@ -41,6 +41,7 @@ from megatron.core.pipeline_parallel.weight_grad_queue import (
     list_output_weights,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.stacked_parameters import list_parameters
 
 LossFunction = Callable[..., Any]
 """loss_func(output) -> (loss, dict) with a mean loss, or (loss sum, number of tokens, dict)."""
@@ -104,7 +105,7 @@ class Executor:
     def _list_deferrable(self, chunk: nn.Module) -> list[nn.Parameter]:
         pipeline = self.pipeline
         if not pipeline.delays_weights:
-            return list(chunk.parameters())
+            return [param for _, param in list_parameters(chunk)]
         return list_delayable(chunk, of_experts=pipeline.delays_experts_only)
 
     def start_clock(self) -> None:
@@ -185,7 +186,8 @@ class Executor:
         """What carries out this step's sends and receives; None where one process has all stages."""
         if self.stages.stages == 1:
             return None
-        if shape is None:
+        varies = getattr(self.config, "variable_seq_lengths", False)
+        if shape is None and not varies:
             raise ValueError(f"a pipeline of {self.stages.stages} stages needs to know the shape of what they exchange")
         assert self.config is not None
         config = self.config
@@ -200,11 +202,13 @@ class Executor:
 
         def shape_of(transfer: Transfer) -> tuple[int, ...]:
             """What goes forward comes from this stage when it is sent, and gradients go the same way back."""
+            assert shape is not None, "checked above"
             stage = self.stages.index(self.groups.pp.rank(), transfer.chunk)
             leaves = (transfer.what == "F") == (transfer.kind == "send")
             return (shape[0] * states[stage if leaves else stage - 1], *shape[1:])
 
-        return P2PTransfers(self.groups.pp_directions, shape_of, dtype, current_device(), blocking=blocking)
+        told = None if varies else shape_of
+        return P2PTransfers(self.groups.pp_directions, told, dtype, current_device(), blocking=blocking)
 
     def _collect_loss(self, result: tuple[Any, ...], num_microbatches: int, outputs: RunOutputs) -> Tensor:
         """File the microbatch's loss dict and return its share of the step's loss.

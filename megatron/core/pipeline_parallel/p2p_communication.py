@@ -32,7 +32,8 @@ TensorKey = tuple[str, int, int]
 class P2PTransfers:
     """One step's sends and receives of this rank.
 
-    directions: the groups for transfers to higher ranks, and to lower ones. shape_of: of the tensor of a transfer.
+    directions: the groups for transfers to higher ranks, and to lower ones. shape_of: of the tensor of a transfer; None
+    where the sender tells it, three numbers before each tensor, which needs `blocking`.
     dtype, device: of every tensor. blocking: wait for transfers as soon as they are posted; else for a receive when its
     tensor is taken, and for a send when enough others have been posted after it.
     """
@@ -40,7 +41,7 @@ class P2PTransfers:
     def __init__(
         self,
         directions: Sequence[Group],
-        shape_of: Callable[[Transfer], tuple[int, ...]],
+        shape_of: Callable[[Transfer], tuple[int, ...]] | None,
         dtype: torch.dtype,
         device: torch.device,
         *,
@@ -55,6 +56,9 @@ class P2PTransfers:
     def post(self, transfers: Sequence[Transfer], outgoing: MutableMapping[TensorKey, Tensor]) -> None:
         """Begin transfers that stand next to each other in the program; what is sent leaves `outgoing`."""
         # All are begun before one is waited for: two neighbours that each wait for their send would never receive.
+        # Where a receive waits for a shape, sends go first, for the same reason.
+        if self.shape_of is None:
+            transfers = sorted(transfers, key=lambda transfer: transfer.kind != "send")
         works = [self._begin(transfer, outgoing) for transfer in transfers]
         if self.blocking:
             for work in works:
@@ -78,19 +82,28 @@ class P2PTransfers:
         assert not self._receives, f"received and never used: {sorted(self._receives)}"
 
     def _begin(self, transfer: Transfer, outgoing: MutableMapping[TensorKey, Tensor]) -> Any:
-        key, shape = (transfer.what, transfer.microbatch, transfer.chunk), self.shape_of(transfer)
+        key = (transfer.what, transfer.microbatch, transfer.chunk)
+        shape = None if self.shape_of is None else self.shape_of(transfer)
         group = self.up if transfer.goes_up(self.up.rank()) else self.down
         if transfer.kind == "send":
             tensor = outgoing.pop(key)
             # The receiver has allocated this shape unasked; another one would be garbage there, or a hang.
-            assert tensor.shape == shape and tensor.dtype == self.dtype, (
-                f"a stage gives {tuple(tensor.shape)} {tensor.dtype}; the next one expects {shape} {self.dtype}"
+            assert (shape is None or tensor.shape == shape) and tensor.dtype == self.dtype, (
+                f"a stage gives {tuple(tensor.shape)} {tensor.dtype}; the next one expects {shape} {self.dtype}; where "
+                "microbatches differ in length, set variable_seq_lengths in the model's config"
             )
+            if shape is None:
+                header = torch.tensor(tensor.shape, dtype=torch.int64, device=self.device)
+                self._sends.append((send(header, group, transfer.peer, transfer.tag), header))
             # A view, such as a gradient that autograd left transposed, would be sent in the order of its memory.
             tensor = tensor.contiguous()
             work = send(tensor, group, transfer.peer, transfer.tag)
             self._sends.append((work, tensor))
             return work
+        if shape is None:
+            header = torch.empty(3, dtype=torch.int64, device=self.device)
+            receive(header, group, transfer.peer, transfer.tag).wait()
+            shape = tuple(header.tolist())
         tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
         work = receive(tensor, group, transfer.peer, transfer.tag)
         self._receives[key] = (work, tensor)

@@ -95,7 +95,8 @@ class Pipeline:
             shape=VirtualStages(groups.pp.size(), chunks, folded=name == "zb-v"),
             schedule=name,
             group_size=getattr(config, "microbatch_group_size_per_vp_stage", None),
-            overlap=getattr(config, "overlap_p2p_comm", True),
+            # A receive that first learns its shape waits for it: it must not be posted early.
+            overlap=getattr(config, "overlap_p2p_comm", True) and not getattr(config, "variable_seq_lengths", False),
             side_by_side=getattr(config, "overlap_moe_expert_parallel_comm", False),
             delays_weights=getattr(config, "delays_weight_gradients", False),
             delays_experts_only=getattr(config, "overlap_dispatch_backward_with_experts_wgrad", False)

@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from megatron.core.placement import get_placement
+from megatron.core.stacked_parameters import list_parameters
 
 
 class WeightGradQueue:
@@ -96,10 +97,10 @@ def list_delayable(chunk: nn.Module, *, of_experts: bool) -> list[nn.Parameter]:
     those of experts alone."""
     # A tied weight gets its gradients as output layer and as embedding, in the order of backward.
     ends = ("embedding", "head")
-    found = [(param, get_placement(param, name)) for name, param in chunk.named_parameters()]
+    found = [(param, get_placement(param, name)) for name, param in list_parameters(chunk)]
     return [param for param, place in found if (place.is_expert if of_experts else place.kind not in ends)]
 
 
 def list_output_weights(chunk: nn.Module) -> list[nn.Parameter]:
     """The weight of the output layer, where this chunk has one of its own."""
-    return [param for name, param in chunk.named_parameters() if get_placement(param, name).kind == "head"]
+    return [param for name, param in list_parameters(chunk) if get_placement(param, name).kind == "head"]

@@ -89,9 +89,13 @@ class ColumnParallelLinear(nn.Module):
         self.weight = (
             None
             if skip_weight_param_allocation
-            else declare_parameter((output_size, input_size), init=init_method, dtype=dtype, splits=splits)
+            else declare_parameter(
+                (output_size, input_size), init=init_method, dtype=dtype, splits=splits, parallel_dim=0
+            )
         )
-        self.bias = declare_parameter((output_size,), init=zeros, dtype=dtype, splits=splits) if bias else None
+        self.bias = None
+        if bias:
+            self.bias = declare_parameter((output_size,), init=zeros, dtype=dtype, splits=splits, parallel_dim=0)
 
     def forward(self, input_: Tensor, weight: Tensor | None = None) -> LayerOutput:
         """[s, b, input_size], with SP [s/tp, b, input_size] -> [s, b, output_size / tp], or all of output_size."""
@@ -174,7 +178,11 @@ class RowParallelLinear(nn.Module):
         self.plan = choose_row_plan(config, self.tp_group)
         dtype = parameter_dtype(config)
         self.weight = declare_parameter(
-            (output_size, input_size), init=init_method, dtype=dtype, splits=tensor_parallel_split(1, self.tp_group)
+            (output_size, input_size),
+            init=init_method,
+            dtype=dtype,
+            splits=tensor_parallel_split(1, self.tp_group),
+            parallel_dim=1,
         )
         # Each rank has the whole bias. Without SP all compute the same gradient of it from the same outputs; with SP
         # each adds it to its own tokens only, so that its gradient is a partial sum.
@@ -231,6 +239,7 @@ class VocabParallelEmbedding(nn.Module):
             init=by_blocks_of_rows(init_method),
             dtype=parameter_dtype(config),
             splits=tensor_parallel_split(0, self.tp_group),
+            parallel_dim=0,
         )
 
     def forward(self, input_ids: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.host_memory import require_host_memory
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.placement import Kind, Placement, Split, get_placement, place
+from megatron.core.stacked_parameters import bind_parts, list_parameters
 
 _LARGE_BYTES = 1 << 30
 _SMALLER = (
@@ -93,13 +94,14 @@ def declare_parameter(
     is_copy: bool = False,
     partial_grad_axes: Sequence[str] = (),
     device: torch.device | None = None,
+    parallel_dim: int | None = None,
 ) -> nn.Parameter:
     """An unnamed parameter holding this rank's shard of `full_shape`, filled later by `initialise_parameters`.
 
     kind: what the parameter is to the network (placement.py); when None a vector if it has one dimension, else a
     matrix. valid_rows: rows that are no padding, where rows are tokens; all when None. is_copy: another stage owns this
     parameter (tied embeddings). partial_grad_axes: axes over whose ranks the gradient is a partial sum. device: torch's
-    default device when None.
+    default device when None. parallel_dim: see Placement.
     """
     placement = Placement(
         name="",
@@ -109,6 +111,7 @@ def declare_parameter(
         is_copy=is_copy,
         partial_grad_axes=tuple(partial_grad_axes),
         kind=kind,
+        parallel_dim=parallel_dim,
     )
     size = math.prod(placement.local_shape) * dtype.itemsize
     # Asking takes some 0.1 ms; all parameters together are looked at before they are filled.
@@ -138,7 +141,7 @@ def initialise_parameters(
     Raises MemoryShortageError where the parameters alone are more than the host has: they have no content yet, and
     only with it do they take memory.
     """
-    on_host = sum(param.numel() * param.element_size() for param in module.parameters() if is_cpu(param))
+    on_host = sum(param.numel() * param.element_size() for _, param in list_parameters(module) if is_cpu(param))
     require_host_memory(
         on_host,
         "the parameters of this process",
@@ -165,7 +168,7 @@ def list_global_names(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     layers, has a method `global_parameter_name` from its names to those inside the same part of the whole model.
     """
     parts = _list_naming_parts(module)
-    for name, parameter in module.named_parameters():
+    for name, parameter in list_parameters(module):
         yield _translate(name, parts), parameter
 
 
@@ -193,7 +196,7 @@ def declare_vocabulary(module: nn.Module, vocab_size: int) -> None:
     A model is built with the padded size; only who has the tokenizer knows how many tokens there are. Tables with fewer
     rows are of something else.
     """
-    for name, parameter in module.named_parameters():
+    for name, parameter in list_parameters(module):
         placement = get_placement(parameter, name)
         if placement.is_vocabulary and placement.valid_rows is None and placement.full_shape[0] >= vocab_size:
             place(parameter, dataclasses.replace(placement, valid_rows=vocab_size))
@@ -207,7 +210,7 @@ def materialise_parameters(
 
     Raises ConfigError for one that was not declared: only its own module could fill it.
     """
-    for parameter in list(module.parameters()):
+    for _, parameter in list(list_parameters(module)):
         placement = get_placement(parameter, "")
         if parameter.device.type != "meta":
             if not draw:
@@ -225,6 +228,7 @@ def materialise_parameters(
         vars(real).update(vars(parameter))
         # Modules, optimizers and hooks keep their references: the same object gets memory.
         torch.utils.swap_tensors(parameter, real)
+        bind_parts(parameter)
         if draw or init in (ones, zeros):
             _fill(parameter, placement, init, seed, torch.device("cpu") if draw_on_cpu else device)
         else:

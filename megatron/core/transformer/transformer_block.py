@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import functools
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.device_graphs import Recorder
+from megatron.core.errors import ConfigError
 from megatron.core.plan.read import read_plan
 from megatron.core.plan.stages import find_content_of_stage
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
@@ -26,31 +28,47 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
+@dataclass
+class TransformerBlockSubmodules:
+    """The parts of a stage: a spec for each of its layers, and the final norm's class, which only one stage builds."""
+
+    layer_specs: list[ModuleSpec]
+    layer_norm: Any = build_norm
+
+
 class TransformerBlock(MegatronModule):
     """The layers of one pipeline stage, one after the other: [s, b, h] -> [s, b, h]."""
 
     def __init__(
         self,
         config: TransformerConfig,
-        spec: ModuleSpec,
+        spec: ModuleSpec | TransformerBlockSubmodules,
         *,
         post_layer_norm: bool = True,
         post_process: bool = True,
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
     ) -> None:
-        """spec: of one layer. post_process: the last stage, which holds the final norm, unless multi-token prediction
-        comes between."""
+        """spec: of one layer, or of each of this stage's (ConfigError for another number of them).
+        post_process: the last stage, which holds the final norm, unless multi-token prediction comes between."""
         super().__init__(config)
         groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
         content = find_content_of_stage(config, groups.pp, vp_stage)
         layers = read_plan(config).decoder[content.layers.start : content.layers.stop]
+        specs = spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else [spec] * len(layers)
+        if len(specs) != len(layers):
+            raise ConfigError(
+                f"the block spec has {len(specs)} layers, this stage has {len(layers)}; make it by "
+                "get_gpt_decoder_block_spec(config, vp_stage=...) on the stage's own process"
+            )
+        build_final_norm = spec.layer_norm if isinstance(spec, TransformerBlockSubmodules) else build_norm
         # Indices from 0 in this stage's ModuleList; numbers from 1, and names, are those of the whole model.
         self.first_layer = content.layers.start
         self.rotary_kinds = [layer.options.rotary for layer in layers]
         self.tp_group = groups.tp
         self.layers = nn.ModuleList(
-            build_module(spec, config=config, layer_number=layer.number, pg_collection=groups) for layer in layers
+            build_module(of_layer, config=config, layer_number=layer.number, pg_collection=groups)
+            for of_layer, layer in zip(specs, layers, strict=True)
         )
         # Of the first layer, so that a kind of layer may have its own; a layer of a user's own may have none.
         first = self.layers[0] if layers else None
@@ -60,7 +78,8 @@ class TransformerBlock(MegatronModule):
         self.offloader = self.execution.build_offloader(groups.pp.rank())
         assert config.hidden_size is not None
         ends_decoder = post_process if config.mtp_num_layers is None else content.ends_decoder
-        self.final_layernorm: Any = build_norm(config, config.hidden_size) if post_layer_norm and ends_decoder else None
+        has_norm = post_layer_norm and ends_decoder and build_final_norm is not None
+        self.final_layernorm: Any = build_module(build_final_norm, config, config.hidden_size) if has_norm else None
         self.passes: Passes | None = None
 
     def record_layers(self, recorder: Recorder) -> None:

@@ -15,7 +15,7 @@ chosen by Execution.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -29,11 +29,15 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.compiled_regions import Compile
 from megatron.core.transformer.execution.branch_runner import Runner
 from megatron.core.transformer.execution.execution import Execution
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.layer_inputs import LayerInputs
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.residual_branch import ResidualBranch
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.weight_names import WeightNames, find_own_name, name_weights
 
 
 @dataclass
@@ -43,14 +47,44 @@ class TransformerLayerSubmodules:
 
     input_layernorm: Any = None
     self_attention: Any = None
+    self_attn_bda: Any = None
+    pre_cross_attn_layernorm: Any = None
+    cross_attention: Any = None
+    cross_attn_bda: Any = None
     pre_mlp_layernorm: Any = None
     mlp: Any = None
+    mlp_bda: Any = None
     post_self_attn_layernorm: Any = None
     post_mlp_layernorm: Any = None
+    sharded_state_dict_keys_map: Mapping[str, str] = field(default_factory=dict)
     moe: Any = None
-    """What takes the place of `mlp` in layers with experts."""
+    """What takes the place of `mlp` in layers with experts, where both are to be had from one spec."""
     other_kinds: Mapping[str, Any] = field(default_factory=dict)
     """Parts of further kinds of branches (core/plan/kinds.py), by name."""
+    weight_names: WeightNames = "own"
+
+    def problems(self) -> Iterator[str]:
+        """A sentence for each part of upstream's that is asked for and does not exist here."""
+        for name in ("pre_cross_attn_layernorm", "cross_attention", "cross_attn_bda"):
+            if _is_there(getattr(self, name)):
+                yield f"TransformerLayer has no {name}: a layer attends to its own sequence; leave it out"
+        for name in ("self_attn_bda", "mlp_bda"):
+            # How dropout and residual are added is the layer's own; upstream's function says the same.
+            if _is_there(given := getattr(self, name)) and getattr(given, "__name__", "") != "get_bias_dropout_add":
+                yield f"TransformerLayer has no {name} but get_bias_dropout_add; give that, or subclass ResidualBranch"
+        if self.sharded_state_dict_keys_map:
+            yield "sharded_state_dict_keys_map is not read: names in checkpoints do not depend on a spec; leave it out"
+
+
+def _builds(spec: Any, kind: type) -> bool:
+    """Whether a spec, or a class, builds modules of this kind."""
+    module = getattr(spec, "module", spec)
+    return isinstance(module, type) and issubclass(module, kind)
+
+
+def _is_there(part: Any) -> bool:
+    """Whether a spec names a part; upstream's identities stand for none."""
+    return part is not None and not (isinstance(part, type) and issubclass(part, IdentityOp))
 
 
 _NORMS = {
@@ -81,6 +115,8 @@ class TransformerLayer(MegatronModule):
         layer's spec was made for; raises ConfigError where the config has other values. execution_type: who chooses
         what surrounds the formula. plan: the layer's; that of its number in the config's plan when None."""
         super().__init__(config)
+        if problems := list(submodules.problems()):
+            raise ConfigError(problems)
         for name, value in (expected_config or {}).items():
             if getattr(config, name) != value:
                 raise ConfigError(
@@ -95,6 +131,7 @@ class TransformerLayer(MegatronModule):
         # end.
         built = (self._build_branch(branch, submodules, groups) for branch in self.plan.branches)
         self.branches = tuple(branch for branch in built if branch is not None)
+        name_weights(self, submodules.weight_names)
         self.runners: Sequence[Runner] = ()
         self.execution.equip(self, groups)
 
@@ -104,6 +141,10 @@ class TransformerLayer(MegatronModule):
         for add in self.runners:
             hidden_states = add(hidden_states, layer_inputs)
         return hidden_states
+
+    def global_parameter_name(self, name: str) -> str:
+        """See `list_global_names`: our own name, whatever the spec calls a weight."""
+        return find_own_name(name)
 
     def compile_regions(self, compiled: Compile[Any]) -> None:
         """See compiled_regions.py."""
@@ -121,11 +162,17 @@ class TransformerLayer(MegatronModule):
         spec = (
             kind.spec
             or submodules.other_kinds.get(kind.name)
-            or getattr(submodules, "moe" if policy == "moe" else kind.attribute, None)
+            or (policy == "moe" and submodules.moe)
+            or getattr(submodules, kind.attribute, None)
         )
-        if spec is None and policy == "moe" and submodules.mlp is not None:
+        if policy == "moe" and _builds(spec, MLP):
             raise ConfigError("--num-experts needs a layer with experts; let the spec's layer have a part `moe`")
-        if spec is None:
+        if policy == "mlp" and _builds(spec, MoELayer):
+            raise ConfigError(
+                f"layer {self.layer_number} has no experts by --moe-layer-freq, its spec has; take "
+                "get_gpt_decoder_block_spec(config), which has a spec for each layer"
+            )
+        if spec is None or not _is_there(spec):
             return None
         before, after = _NORMS[kind.attribute]
         setattr(self, before, self._norm(getattr(submodules, before), "input"))
@@ -138,6 +185,6 @@ class TransformerLayer(MegatronModule):
 
     def _norm(self, submodule: Any, place: str) -> Any:
         """The norm at the `input` or `output` of a branch; None where the config has none."""
-        if submodule is None or self.config.norm_placement not in (place, "both"):
+        if not _is_there(submodule) or self.config.norm_placement not in (place, "both"):
             return None
         return build_module(submodule, self.config, self.config.hidden_size)

@@ -16,25 +16,6 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 
-class IdentityOp(nn.Module):
-    """Takes the place of a part that a layer can do without: returns its first argument."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
-
-    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """x as it is."""
-        return x
-
-
-class IdentityFuncOp(IdentityOp):
-    """The same in the place of a function that is made for each call."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """A function that returns its argument."""
-        return super().forward
-
-
 class Float16Module(MegatronModule):
     """A model in half precision behind a float32 door: inputs are converted on the first stage, outputs on the last.
 

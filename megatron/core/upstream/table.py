@@ -77,7 +77,6 @@ DEFINED: dict[str, dict[str, str]] = {
     "megatron.core.tokenizers": _in(_TOKENIZERS, "MegatronTokenizer"),
     "megatron.core.tokenizers.text": _in(_TOKENIZERS, "MegatronTokenizerText"),
     "megatron.core.tokenizers.utils.build_tokenizer": _in(_TOKENIZERS, "build_tokenizer", "vocab_size_with_padding"),
-    "megatron.core.transformer.identity_op": _in(_MODULES, "IdentityFuncOp", "IdentityOp"),
     "megatron.core.transformer.module": _in(_MODULES, "Float16Module"),
     "megatron.core.transformer.moe.moe_utils": _in(_LAYERS, "topk_routing_with_score_function"),
     "megatron.core.transformer.spec_utils": _in(_MODULES, "get_submodules", "import_module"),

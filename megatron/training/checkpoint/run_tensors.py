@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.distributed.model_chunk import ModelChunk
 from megatron.core.placement import Placement, get_placement
+from megatron.core.stacked_parameters import list_parameters
 from megatron.core.tensor_parallel.fp8_products import HasScales
 from megatron.core.tensor_parallel.parameters import find_global_name
 from megatron.training.run import Run
@@ -113,5 +114,5 @@ def iterate_placed_parameters(
     for chunk in chunks:
         # With --overlap-param-gather a gather may still be under way, and the parameters old.
         chunk.finish_param_sync()
-        for name, parameter in chunk.module.named_parameters():
+        for name, parameter in list_parameters(chunk.module):
             yield chunk, parameter, get_placement(parameter, name)

@@ -53,6 +53,7 @@ from megatron.core.errors import CheckpointError
 from megatron.core.placement import Placement, get_placement
 from megatron.core.plan.read import read_plan
 from megatron.core.process_groups_config import Group
+from megatron.core.stacked_parameters import list_parameters
 from megatron.training.checkpoint import to_upstream
 from megatron.training.checkpoint.run_tensors import build_sharded_model_state, build_sharded_optimizer_state
 from megatron.training.checkpoint.save_directories import say_once
@@ -357,7 +358,7 @@ def _list_held(run: Run, *, with_state: bool) -> Iterator[_Held]:
     slices = run.optimizer.named_slices() if with_state else {}
     for number, chunk in enumerate(run.model):
         chunk.finish_param_sync()
-        for name, parameter in chunk.module.named_parameters():
+        for name, parameter in list_parameters(chunk.module):
             placement = get_placement(parameter, name)
             state: dict[str, tuple[Tensor, int | None]] = {}
             if (found := slices.get(placement.name)) is not None:

@@ -18,6 +18,7 @@ from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.paths import explain_no_directory
 from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.stacked_parameters import list_parameters
 from megatron.core.tensor_parallel.fp8_products import recall_fallbacks
 from megatron.core.tensor_parallel.parameters import declare_vocabulary
 from megatron.training.checkpoint.run_tensors import build_sharded_fallbacks
@@ -82,7 +83,7 @@ def load_trained_model(root: Path, iteration: int | None = None, *, bf16: bool =
         model = recipe.build_model(pre_process=True, post_process=True, pg_collection=groups)
     # Rows beyond the vocabulary are padding, whose number depends on the layout of the saving run.
     declare_vocabulary(model, recipe.vocab_size)
-    parameters = ((parameter, get_placement(parameter, name)) for name, parameter in model.named_parameters())
+    parameters = ((parameter, get_placement(parameter, name)) for name, parameter in list_parameters(model))
     serialization.load(model_state(parameters) | build_sharded_fallbacks([model]), found, groups.world)
     recall_fallbacks([model])
     return TrainedModel(found.path, config, recipe, model.eval())

@@ -22,6 +22,7 @@ from megatron.core.line_files import append_lines
 from megatron.core.pipeline_parallel.action_clock import TimedAction
 from megatron.core.pipeline_parallel.schedules import Action, find_end_beside
 from megatron.core.placement import get_placement
+from megatron.core.stacked_parameters import list_parameters
 from megatron.core.timers import TimingOption
 from megatron.training.config.container import RunConfig
 from megatron.training.config.logging import LoggerConfig
@@ -211,6 +212,6 @@ def _around(name: str) -> tuple[Callable[..., None], Callable[..., None]]:
 def _global_name(name: str, module: nn.Module) -> str:
     """The module's name in the whole model, where a layer has the same number on every stage."""
     # Only parameters know their place in the whole model; one of the module's own is enough.
-    for inner, param in module.named_parameters():
+    for inner, param in list_parameters(module):
         return get_placement(param, f"{name}.{inner}").name.removesuffix(f".{inner}")
     return name

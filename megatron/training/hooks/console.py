@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from megatron.core.collectives import all_gather_object
 from megatron.core.placement import get_placement
+from megatron.core.stacked_parameters import list_parameters
 from megatron.planner.parameters import count_whole
 from megatron.training.config.container import RunConfig
 from megatron.training.data.samples import count_samples_of_iterations
@@ -178,7 +179,7 @@ def count_parameters(run: Run) -> tuple[int, int]:
     """Parameters of the whole model, each once, and those of them that work on a token: of experts the share that the
     router chooses. Every rank calls this."""
     # Placements instead of sizes: a part that several ranks hold must be counted once.
-    placements = [get_placement(p, name) for chunk in run.model for name, p in chunk.module.named_parameters()]
+    placements = [get_placement(p, name) for chunk in run.model for name, p in list_parameters(chunk.module)]
     counts = count_whole(itertools.chain.from_iterable(all_gather_object(placements, run.groups.pp)))
     model = run.config.model
     if not counts.of_experts:

@@ -21,6 +21,7 @@ from megatron.core.distributed.model_chunk import ModelChunk
 from megatron.core.errors import TemporaryError
 from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.stacked_parameters import list_parameters
 from megatron.training.config.container import RunConfig
 from megatron.training.run import Hook, HookContext, Run, StepResult
 
@@ -82,7 +83,7 @@ def _list_held(chunks: Sequence[ModelChunk]) -> Iterator[_Held]:
     for chunk in chunks:
         # With --overlap-param-gather the gather of the last update may still be under way.
         chunk.finish_param_sync()
-        for name, param in chunk.module.named_parameters():
+        for name, param in list_parameters(chunk.module):
             placement = get_placement(param, name)
             values, start = chunk.get_held_part(param)
             if start is not None:

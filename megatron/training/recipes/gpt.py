@@ -250,12 +250,12 @@ def read_layer_spec(
     words lead nowhere, or their module or function fails, and as `choose_implementation` does.
     """
     from megatron.core.device import current_device
-    from megatron.core.models.gpt.gpt_layer_specs import by_transformer_engine, get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import by_transformer_engine, get_gpt_layer_spec
     from megatron.core.transformer.execution.transformer_engine_package import choose_implementation
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     if words is None or list(words) == ["local"]:
-        spec = get_gpt_layer_local_spec(multi_latent_attention=config.multi_latent_attention)
+        spec = get_gpt_layer_spec(multi_latent_attention=config.multi_latent_attention)
         chosen = choose_implementation("local" if words else implementation, current_device())
         return by_transformer_engine(spec) if chosen.is_engine else spec
     found = _import_named(*words)

@@ -22,6 +22,7 @@ from megatron.core.pipeline_parallel.forward_backward import get_forward_backwar
 from megatron.core.placement import get_placement
 from megatron.core.plan.stages import build_pipeline_layout, build_virtual_stages
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.stacked_parameters import list_parameters
 from megatron.core.upstream.batches import get_num_microbatches
 from megatron.training.config.container import RunConfig
 from megatron.training.global_vars import get_args
@@ -226,7 +227,7 @@ def calc_params_l2_norm(model: Any, force_create_fp32_copy: bool = False) -> flo
     # Experts are divided over other processes than the rest, so their sums are added over other groups.
     sums = {of_experts: torch.zeros((), dtype=torch.float64) for of_experts in (False, True)}
     for chunk in model if isinstance(model, list | tuple) else [model]:
-        for name, param in chunk.named_parameters():
+        for name, param in list_parameters(chunk):
             placement = get_placement(param, name)
             # Copies and rows of padding must not count twice.
             if is_counted(placement, groups):

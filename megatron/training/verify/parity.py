@@ -26,6 +26,7 @@ from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.core.distributed.sharded_params import ShardedParamBuffer
 from megatron.core.placement import Placement, get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.stacked_parameters import list_parameters
 from megatron.core.tensor_parallel.parameters import find_global_name
 from megatron.core.tensor_parallel.products import at_least_float32
 from megatron.training.config.container import RunConfig
@@ -185,7 +186,7 @@ def _gather_grads(run: Run) -> list[Tensor]:
                 # Several replicas may own the same range: its sum is divided by their number.
                 values /= holders.clamp(min=1.0)
             views |= buffer.named_views(values)
-        grads += [views[get_placement(p, n).name] for n, p in chunk.module.named_parameters() if p.requires_grad]
+        grads += [views[get_placement(p, n).name] for n, p in list_parameters(chunk.module) if p.requires_grad]
     return grads
 
 
@@ -201,7 +202,7 @@ def list_placed_parameters(run: Run) -> list[tuple[Placement, torch.nn.Parameter
     return [
         (get_placement(param, name), param)
         for chunk in run.model
-        for name, param in chunk.module.named_parameters()
+        for name, param in list_parameters(chunk.module)
         if param.requires_grad
     ]
 
@@ -210,7 +211,7 @@ def list_untrained(run: Run) -> list[tuple[Placement, Tensor]]:
     """This process's parameters without gradient, and buffers of numbers, which every process holds whole."""
     found = []
     for chunk in run.model:
-        found += [(get_placement(p, n), p.data) for n, p in chunk.module.named_parameters() if not p.requires_grad]
+        found += [(get_placement(p, n), p.data) for n, p in list_parameters(chunk.module) if not p.requires_grad]
         for name, buffer in chunk.module.named_buffers():
             if buffer.is_floating_point():
                 found.append((Placement(find_global_name(chunk.module, name), tuple(buffer.shape)), buffer))

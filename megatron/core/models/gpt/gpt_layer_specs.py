@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from megatron.core.device import current_device
+from megatron.core.enums import AttnMaskType
 from megatron.core.errors import ConfigError
 from megatron.core.plan.read import read_plan
+from megatron.core.plan.stages import build_pipeline_layout, fit_virtual_stages
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.kimi_delta_attention import KimiDeltaAttention
 from megatron.core.ssm.mamba_mixer import MambaMixer
@@ -21,6 +25,7 @@ from megatron.core.transformer.execution.transformer_engine import EngineExecuti
 from megatron.core.transformer.execution.transformer_engine_package import choose_implementation
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
@@ -30,8 +35,10 @@ from megatron.core.transformer.multi_token_prediction import (
 )
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.weight_names import WeightNames
 
 STATE_MIXERS: dict[str, type[StateMixer]] = {
     "mamba": MambaMixer,
@@ -50,13 +57,15 @@ def get_mlp_module_spec() -> ModuleSpec:
 
 def get_moe_module_spec() -> ModuleSpec:
     """Return the spec of a mixture of experts; its shared expert is made of parallel linear layers."""
-    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(shared_experts=get_mlp_module_spec().submodules))
+    shared = ModuleSpec(SharedExpertMLP, params={"gate": False}, submodules=get_mlp_module_spec().submodules)
+    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(shared_experts=shared))
 
 
 def get_self_attention_spec() -> ModuleSpec:
     """Return the spec of attention with one packed projection to queries, keys and values."""
     return ModuleSpec(
         module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
             core_attention=DotProductAttention,
@@ -72,6 +81,7 @@ def get_latent_attention_spec() -> ModuleSpec:
     """Return the spec of latent attention, whose projections to latent vectors are whole on every rank."""
     return ModuleSpec(
         module=MLASelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=ColumnParallelLinear,
             linear_q_down_proj=ReplicatedLinear,
@@ -87,6 +97,25 @@ def get_latent_attention_spec() -> ModuleSpec:
     )
 
 
+def get_gpt_layer_spec(*, multi_latent_attention: bool = False, names: WeightNames = "own") -> ModuleSpec:
+    """Return the spec of a GPT layer, dense or with experts as its config says. names: of its weights."""
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=build_norm,
+            self_attention=get_latent_attention_spec() if multi_latent_attention else get_self_attention_spec(),
+            post_self_attn_layernorm=build_norm,
+            pre_mlp_layernorm=build_norm,
+            mlp=get_mlp_module_spec(),
+            post_mlp_layernorm=build_norm,
+            # Both forms of the MLP: each layer takes one, by its number and the config's pattern.
+            moe=get_moe_module_spec(),
+            other_kinds={name: get_state_mixer_spec(mixer) for name, mixer in STATE_MIXERS.items()},
+            weight_names=names,
+        ),
+    )
+
+
 def get_gpt_layer_local_spec(
     num_experts: int | None = None,
     moe_grouped_gemm: bool | None = False,
@@ -96,6 +125,7 @@ def get_gpt_layer_local_spec(
     moe_use_legacy_grouped_gemm: bool | None = False,
     normalization: str | None = None,
     qk_l2_norm: bool | None = False,
+    use_kitchen: bool = False,
 ) -> ModuleSpec:
     """Return the spec of a GPT layer on plain torch, whose norm, activation and attention kernel its config chooses.
 
@@ -103,12 +133,8 @@ def get_gpt_layer_local_spec(
     so that one spec serves all layers; where they are given here, building the layer raises ConfigError unless the
     config says the same. multi_latent_attention: the layer is for a config with latent attention, and for no other.
     moe_grouped_gemm: how experts are computed is up to the config; the numbers are the same. Raises ConfigError for
-    what does not exist: moe_use_legacy_grouped_gemm.
+    what does not exist: moe_use_legacy_grouped_gemm, use_kitchen.
     """
-    # Refused rather than dropped: a layer without them would train another model than the caller asked for.
-    if moe_use_legacy_grouped_gemm:
-        raise ConfigError("moe_use_legacy_grouped_gemm has no meaning: experts have one grouped product; leave it out")
-    self_attention = get_latent_attention_spec() if multi_latent_attention else get_self_attention_spec()
     asked = {
         "num_moe_experts": num_experts,
         "qk_layernorm": qk_layernorm,
@@ -116,24 +142,7 @@ def get_gpt_layer_local_spec(
         "fp8": fp8,
         "normalization": normalization,
     }
-    # False and None are upstream's defaults, and say nothing.
-    asked = {name: value for name, value in asked.items() if value}
-    return ModuleSpec(
-        module=TransformerLayer,
-        # Only where something is asked: a layer class of a user's own may take no such argument.
-        params={"expected_config": asked} if asked else {},
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=build_norm,
-            self_attention=self_attention,
-            post_self_attn_layernorm=build_norm,
-            pre_mlp_layernorm=build_norm,
-            mlp=get_mlp_module_spec(),
-            post_mlp_layernorm=build_norm,
-            # Both forms of the MLP: each layer takes one, by its number and the config's pattern.
-            moe=get_moe_module_spec(),
-            other_kinds={name: get_state_mixer_spec(mixer) for name, mixer in STATE_MIXERS.items()},
-        ),
-    )
+    return _make_layer_spec("local", asked, multi_latent_attention, moe_use_legacy_grouped_gemm, use_kitchen)
 
 
 def get_gpt_layer_with_transformer_engine_spec(
@@ -145,19 +154,57 @@ def get_gpt_layer_with_transformer_engine_spec(
     moe_use_legacy_grouped_gemm: bool | None = False,
     qk_l2_norm: bool | None = False,
     use_te_op_fuser: bool | None = False,
+    use_kitchen: bool = False,
+    post_self_attn_layernorm: bool | None = None,
+    post_mlp_layernorm: bool | None = None,
 ) -> ModuleSpec:
-    """Return the local spec with layers that compute by Transformer Engine, where this process has a GPU and the
-    package; elsewhere the local spec itself, with a warning that says why. Arguments as there; use_te_op_fuser has no
-    effect, since TransformerConfig(compile=True) fuses operations."""
-    spec = get_gpt_layer_local_spec(
-        num_experts, moe_grouped_gemm, qk_layernorm, multi_latent_attention, fp8, moe_use_legacy_grouped_gemm, None,
-        qk_l2_norm,
-    )  # fmt: skip
+    """Return the local spec with the weights' names of Transformer Engine's modules (transformer/weight_names.py), and
+    with layers that compute by it where this process has a GPU and the package; elsewhere they are the local ones, with
+    a warning that says why. Arguments as there; use_te_op_fuser has no effect, since TransformerConfig(compile=True)
+    fuses operations. post_self_attn_layernorm, post_mlp_layernorm: a norm behind attention and MLP, which is the
+    config's to say (norm_placement)."""
+    asked: dict[str, Any] = {
+        "num_moe_experts": num_experts,
+        "qk_layernorm": qk_layernorm,
+        "qk_l2_norm": qk_l2_norm,
+        "fp8": fp8,
+    }
+    if bool(post_self_attn_layernorm) != bool(post_mlp_layernorm):
+        raise ConfigError(
+            "post_self_attn_layernorm and post_mlp_layernorm go together: norm_placement says both; give both"
+        )
+    if post_self_attn_layernorm:
+        asked["norm_placement"] = "both"
+    spec = _make_layer_spec("engine", asked, multi_latent_attention, moe_use_legacy_grouped_gemm, use_kitchen)
     chosen = choose_implementation("auto", current_device())
     if chosen.is_engine:
         return by_transformer_engine(spec)
     # A warning, not an error: a script written for Transformer Engine trains the same model here.
     warnings.warn(f"layers are those of the local spec ({chosen.name})", stacklevel=2)
+    return spec
+
+
+def _make_layer_spec(
+    names: WeightNames,
+    asked: Mapping[str, Any],
+    multi_latent_attention: bool | None,
+    legacy_experts: bool | None,
+    use_kitchen: bool,
+) -> ModuleSpec:
+    """asked: fields of the config that the layer is made for; those that are False or None, upstream's defaults, say
+    nothing."""
+    # Refused rather than dropped: a layer without them would train another model than the caller asked for.
+    if legacy_experts:
+        raise ConfigError("moe_use_legacy_grouped_gemm has no meaning: experts have one grouped product; leave it out")
+    if use_kitchen:
+        raise ConfigError("use_kitchen asks for a package that is not used here; leave it out, and give fp8_recipe")
+    spec = get_gpt_layer_spec(multi_latent_attention=bool(multi_latent_attention), names=names)
+    asked = {name: value for name, value in asked.items() if value}
+    if asked:  # a layer class of a user's own may take no such argument
+        spec.params["expected_config"] = asked
+    if "num_moe_experts" in asked:
+        spec.submodules.mlp = spec.submodules.moe  # where programs look for the experts' spec
+        spec.submodules.other_kinds["mlp"] = get_mlp_module_spec()  # of layers that have none
     return spec
 
 
@@ -181,11 +228,24 @@ def get_gpt_decoder_layer_specs(
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> list[ModuleSpec]:
-    """Return a spec for each layer of the whole decoder; dense layers and those with experts share one."""
-    # One object in every place: a spec is only read, so that layers may share it.
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine, normalization, qk_l2_norm, vp_stage, pp_rank)
-    assert config.num_layers is not None
-    return [spec] * config.num_layers
+    """Return a spec for each layer of the whole decoder, dense or with experts; none shares anything with another, so
+    that a program may edit one. Arguments as of `get_gpt_decoder_block_spec`."""
+    # The config builds the norms: another word here would be ignored in silence.
+    if normalization not in (None, config.normalization):
+        raise ConfigError(
+            f"normalization {normalization} contradicts the config's {config.normalization}; leave it out"
+        )
+    if qk_l2_norm and not config.qk_l2_norm:
+        raise ConfigError("qk_l2_norm is the config's to say: TransformerConfig(qk_l2_norm=True)")
+    build = get_gpt_layer_with_transformer_engine_spec if use_transformer_engine else get_gpt_layer_local_spec
+    specs = []
+    for layer in read_plan(config).decoder:
+        spec = build(multi_latent_attention=config.multi_latent_attention)
+        if any(branch.kind == "experts" for branch in layer.branches):
+            spec.submodules.mlp = spec.submodules.moe
+        spec.submodules.moe = None  # the layer's kind is known: it has one MLP
+        specs.append(spec)
+    return specs
 
 
 def get_gpt_decoder_block_spec(
@@ -195,26 +255,23 @@ def get_gpt_decoder_block_spec(
     qk_l2_norm: bool | None = False,
     vp_stage: int | None = None,
     pp_rank: int | None = None,
-) -> ModuleSpec:
-    """Return GPTModel's transformer_layer_spec, for dense models and for those with experts in some layers.
+) -> TransformerBlockSubmodules:
+    """Return GPTModel's transformer_layer_spec with a spec for each layer of this stage: `layer_specs`, each dense or
+    with experts, and `layer_norm`.
 
-    normalization, qk_l2_norm: of the config, which they must not contradict (ConfigError). vp_stage, pp_rank: part of
-    upstream's signature; the block finds its layers itself.
+    normalization, qk_l2_norm: of the config, which they must not contradict (ConfigError). vp_stage: chunk of the
+    stage. pp_rank: the stage, this process's when None.
     """
-    # The config builds the norms: another word here would be ignored in silence.
-    if normalization not in (None, config.normalization):
-        raise ConfigError(
-            f"normalization {normalization} contradicts the config's {config.normalization}; leave it out"
-        )
-    if qk_l2_norm and not config.qk_l2_norm:
-        raise ConfigError("qk_l2_norm is the config's to say: TransformerConfig(qk_l2_norm=True)")
-    build = get_gpt_layer_with_transformer_engine_spec if use_transformer_engine else get_gpt_layer_local_spec
-    return build(multi_latent_attention=config.multi_latent_attention)
+    specs = get_gpt_decoder_layer_specs(config, use_transformer_engine, normalization, qk_l2_norm)
+    pp = ProcessGroupCollection.current().pp
+    shape = fit_virtual_stages(config, pp)
+    layers = build_pipeline_layout(config, shape)[shape.index(pp.rank() if pp_rank is None else pp_rank, vp_stage or 0)]
+    return TransformerBlockSubmodules(specs[layers.layers.start : layers.layers.stop], build_norm)
 
 
 def get_gpt_mtp_block_spec(
     config: TransformerConfig,
-    spec: ModuleSpec | Sequence[ModuleSpec],
+    spec: ModuleSpec | TransformerBlockSubmodules | Sequence[ModuleSpec],
     use_transformer_engine: bool = False,
     vp_stage: int | None = None,
     pp_rank: int | None = None,
@@ -222,18 +279,22 @@ def get_gpt_mtp_block_spec(
     """Return GPTModel's mtp_block_spec: a layer like the decoder's last one for each further token, or one for
     all with mtp_use_repeated_layer; None without multi-token prediction.
 
-    spec: of a decoder layer, or of each of them. use_transformer_engine, vp_stage, pp_rank: part of upstream's
+    spec: of a decoder layer, or of each of a stage's. use_transformer_engine, vp_stage, pp_rank: part of upstream's
     signature; GPTModel builds the block on the stage where it lies.
     """
     if config.mtp_num_layers is None:
         return None
+    specs = spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else spec
+    of_layer = specs if isinstance(specs, ModuleSpec) else specs[-1] if specs else None
+    if of_layer is None:  # a stage without layers: those of the decoder's last one are not among the given ones
+        of_layer = get_gpt_decoder_layer_specs(config, use_transformer_engine)[-1]
     layer = ModuleSpec(
         module=MultiTokenPredictionLayer,
         submodules=MultiTokenPredictionLayerSubmodules(
             enorm=build_norm,
             hnorm=build_norm,
             eh_proj=ColumnParallelLinear,
-            mtp_model_layer=spec if isinstance(spec, ModuleSpec) else spec[-1],
+            mtp_model_layer=of_layer,
             layer_norm=build_norm,
         ),
     )

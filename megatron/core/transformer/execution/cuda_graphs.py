@@ -41,6 +41,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.device_graphs import Recorder, Recording, are_same, load, renew_gradient_nodes
+from megatron.core.stacked_parameters import list_parameters
 
 Tensors = tuple[Tensor, ...]
 Function = Callable[..., Tensor | Tensors]
@@ -87,7 +88,7 @@ class Part:
 
     def list_parameters(self) -> list[nn.Parameter]:
         """The parameters that get gradients, each once."""
-        return list(dict.fromkeys(p for module in self.modules for p in module.parameters() if p.requires_grad))
+        return list(dict.fromkeys(p for module in self.modules for _, p in list_parameters(module) if p.requires_grad))
 
     def is_watched(self) -> bool:
         """Whether a hook reads, or changes, what goes through a module inside, or a log a router's choices."""

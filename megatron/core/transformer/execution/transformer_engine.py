@@ -53,6 +53,7 @@ from megatron.core.transformer.moe.grouped_products import BatchedMatmul, Expert
 from megatron.core.transformer.norms import LayerNorm, RMSNorm
 from megatron.core.transformer.residual_branch import ResidualBranch
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.weight_names import find_norm_class
 
 _ACTIVATIONS = {"gelu_tanh": "gelu", "quick_gelu": "qgelu", "squared_relu": "srelu", "silu": "silu"}
 """Our activation -> the package's, which has GELU in its tanh form only."""
@@ -422,7 +423,7 @@ class EngineExecution(Execution):
         if config.apply_residual_connection_post_layernorm or config.fp32_residual_connection:
             return None
         product = {SelfAttention: "linear_qkv", MLP: "linear_fc1"}.get(type(module))
-        is_plain = type(branch.norm) in (LayerNorm, RMSNorm)
+        is_plain = find_norm_class(branch.norm) in (LayerNorm, RMSNorm)
         return product if is_plain and product not in keep_inputs else None
 
     def _takes_mlp(self, mlp: MLP) -> bool:

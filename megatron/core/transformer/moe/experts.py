@@ -12,7 +12,7 @@ expert-tensor-parallel group as column and row layers cut theirs. The caller sum
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from megatron.core.activations import Activation, bias_gated_activation, weighted_squared_relu
 from megatron.core.placement import Part, Split
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.stacked_parameters import bind_parts, tie_parts, use_parts
 from megatron.core.tensor_parallel.kept_activations import RecomputedTogether, keep_as
 from megatron.core.tensor_parallel.offloaded_activations import hold, offload
 from megatron.core.tensor_parallel.parameters import Initialiser, declare_parameter, parameter_dtype, zeros
@@ -37,6 +38,7 @@ from megatron.core.transformer.mlp import (
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.grouped_products import choose_expert_product
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.weight_names import WeightNames, divide_layer
 
 
 def for_each_expert(init: Initialiser) -> Initialiser:
@@ -65,17 +67,23 @@ class ExpertLinear(nn.Module):
         config: TransformerConfig,
         init_method: Initialiser,
         splits: tuple[Split, ...],
+        parallel_dim: int | None = None,
     ) -> None:
         super().__init__()
         dtype = parameter_dtype(config)
         shape = (num_experts, output_size, input_size)
-        self.weight = declare_parameter(shape, init=for_each_expert(init_method), dtype=dtype, splits=splits)
+        self.weight = declare_parameter(
+            shape, init=for_each_expert(init_method), dtype=dtype, splits=splits, parallel_dim=parallel_dim
+        )
         self.rows_per_expert = self.weight.shape[1]
         self.bias = None
         if config.add_bias_linear:
             # A bias [experts, out] has no input dimension: a split of it (dimension 2) leaves the bias whole.
             of_rows = [split for split in splits if split.dim < 2]
-            self.bias = declare_parameter(shape[:2], kind="vector", init=zeros, dtype=dtype, splits=of_rows)
+            self.bias = declare_parameter(
+                shape[:2], kind="vector", init=zeros, dtype=dtype, splits=of_rows,
+                parallel_dim=1 if parallel_dim == 1 else None,
+            )  # fmt: skip
         widths = (self.weight.shape[2], self.weight.shape[1])
         self._choose = functools.partial(choose_expert_product, config, widths, dtype)
         self.product = self._choose(self.weight.device)
@@ -85,7 +93,8 @@ class ExpertLinear(nn.Module):
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """Rows [n, in] sorted by expert -> [n, out]; ends: [local experts] int32, where each one's rows end."""
         # FSDP, which divides rows, joins those of all experts: [experts x out, in].
-        weight = self.weight if self.weight.dim() == 3 else self.weight.unflatten(0, (-1, self.rows_per_expert))
+        weight = use_parts(self.weight)
+        weight = weight if weight.dim() == 3 else weight.unflatten(0, (-1, self.rows_per_expert))
         if self._chosen_without_device is not None and not weight.is_meta:
             # Unless layers in 8 bits have put theirs in its place.
             if self.product is self._chosen_without_device:
@@ -97,7 +106,7 @@ class ExpertLinear(nn.Module):
         """Repeat each expert's bias for all of its rows: -> [n, out]."""
         assert self.bias is not None
         counts = ends.diff(prepend=ends.new_zeros(1))
-        return self.bias.view(-1, self.rows_per_expert).repeat_interleave(counts, dim=0, output_size=rows)
+        return use_parts(self.bias).view(-1, self.rows_per_expert).repeat_interleave(counts, dim=0, output_size=rows)
 
 
 class Experts(MegatronModule):
@@ -130,6 +139,7 @@ class Experts(MegatronModule):
             config=config,
             init_method=input_initialiser(config),
             splits=(by_expert, *_inside(1, etp, parts)),
+            parallel_dim=1,
         )
         self.linear_fc2 = ExpertLinear(
             number,
@@ -138,7 +148,42 @@ class Experts(MegatronModule):
             config=config,
             init_method=output_initialiser(config),
             splits=(by_expert, *_inside(2, etp)),
+            parallel_dim=2,
         )
+
+    def show_experts(self, names: WeightNames) -> None:
+        """Show each local expert's weights as parameters of their own, views of the stacks, under upstream's names."""
+        layers = {"linear_fc1": self.linear_fc1, "linear_fc2": self.linear_fc2}
+        if names == "engine":
+            for layer in layers.values():
+                divide_layer(layer, [layer] * len(layer.weight), numbers=True)
+            return
+        self.local_experts = nn.ModuleList(
+            nn.ModuleDict({name: nn.Module() for name in layers}) for _ in self.linear_fc1.weight
+        )
+        for name, layer in layers.items():
+            divide_layer(layer, [expert.get_submodule(name) for expert in self.local_experts], numbers=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Another device or number format, for what is stored; what is shown of it follows."""
+        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for stack in (*vars(self.linear_fc1).values(), *vars(self.linear_fc2).values()):
+            if isinstance(stack, nn.Parameter):
+                stack.data = fn(stack.data)
+                bind_parts(stack)
+        return result
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy: parameters come without their attributes."""
+        super().__setstate__(state)
+        shown = [*self.local_experts] if hasattr(self, "local_experts") else []
+        for name, layer in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2)):
+            for kind, stack in vars(layer).items():
+                if isinstance(stack, nn.Parameter):
+                    parts = [getattr(e[name], kind) for e in shown] or [
+                        getattr(layer, f"{kind}{index}") for index in range(len(stack))
+                    ]
+                    tie_parts(stack, parts)
 
     def compile_regions(self, compiled: Compile[Any]) -> None:
         """See compiled_regions.py."""

@@ -38,7 +38,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.moe.token_dispatcher import build_token_dispatcher
-from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -46,7 +46,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class MoESubmodules:
     """The parts of a mixture of experts that may be exchanged: specs or classes."""
 
-    shared_experts: MLPSubmodules
+    shared_experts: Any
+    """A ModuleSpec of SharedExpertMLP, whose `gate` must be what the config says; or its MLPSubmodules."""
     router: Any = TopKRouter
     experts: Any = Experts
     latent_projection: Any = ReplicatedLinear
@@ -90,7 +91,10 @@ class MoELayer(MegatronModule):
         self.exchange_gap = self.dispatcher.exchange_gap  # where the executor looks for it
         self.shared_experts: SharedExpertMLP | None = None
         if config.moe_shared_expert_intermediate_size is not None:
-            self.shared_experts = SharedExpertMLP(config, submodules.shared_experts, groups)
+            spec = submodules.shared_experts
+            if isinstance(spec, MLPSubmodules):
+                spec = ModuleSpec(SharedExpertMLP, submodules=spec)
+            self.shared_experts = build_module(spec, config=config, pg_collection=groups)
         self.overlaps_shared_experts = config.moe_shared_expert_overlap and self.shared_experts is not None
 
     def forward(self, hidden_states: Tensor, routed: tuple[Tensor, Routing] | None = None) -> LayerOutput:

@@ -25,8 +25,13 @@ class SharedExpertMLP(MLP):
     recomputable: ClassVar[Mapping[str, tuple[str, ...]]] = {"mlp_act": ("moe", "shared_experts")}
 
     def __init__(
-        self, config: TransformerConfig, submodules: MLPSubmodules, pg_collection: ProcessGroupCollection
+        self,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        pg_collection: ProcessGroupCollection,
+        gate: bool | None = None,
     ) -> None:
+        """gate: whether a gate scales the output; the config's when None or False."""
         super().__init__(
             config,
             submodules,
@@ -35,7 +40,7 @@ class SharedExpertMLP(MLP):
             interleave_size=config.moe_shared_expert_glu_interleave_size,
         )
         self.gate_weight = None
-        if config.moe_shared_expert_gate:
+        if config.moe_shared_expert_gate or gate:
             assert config.hidden_size is not None
             # With sequence parallelism each rank gates its own tokens: its gradient of the gate is a partial sum.
             splits_tokens = config.sequence_parallel and pg_collection.tp.size() > 1
