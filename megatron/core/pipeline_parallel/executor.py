@@ -103,10 +103,9 @@ class Executor:
         connect_neighbours(pg_collection.pp_directions, self.stages, current_device())
 
     def _list_deferrable(self, chunk: nn.Module) -> list[nn.Parameter]:
-        pipeline = self.pipeline
-        if not pipeline.delays_weights:
-            return [param for _, param in list_parameters(chunk)]
-        return list_delayable(chunk, of_experts=pipeline.delays_experts_only)
+        if self.pipeline.delays_weights:
+            return list_delayable(chunk, of_experts=self.pipeline.delays_experts_only)
+        return [param for _, param in list_parameters(chunk)]
 
     def start_clock(self) -> None:
         """Time the actions of the steps that follow, until `read_clock`."""
@@ -186,28 +185,25 @@ class Executor:
         """What carries out this step's sends and receives; None where one process has all stages."""
         if self.stages.stages == 1:
             return None
-        varies = getattr(self.config, "variable_seq_lengths", False)
+        config = self.config
+        assert config is not None
+        varies = getattr(config, "variable_seq_lengths", False)
         if shape is None and not varies:
             raise ValueError(f"a pipeline of {self.stages.stages} stages needs to know the shape of what they exchange")
-        assert self.config is not None
-        config = self.config
-        # The receiver allocates before it knows the tensor, so both sides derive the dtype from the same settings.
+        # The receiver allocates first, so both sides derive the dtype from the same settings.
         dtype = config.pipeline_dtype or config.params_dtype or getattr(torch, config.compute_dtype_name)
-        # The residual stream itself travels, and stays float32 between layers.
-        if getattr(config, "fp32_residual_connection", False):
-            dtype = torch.float32
-        blocking = not self.pipeline.overlap
+        dtype = torch.float32 if getattr(config, "fp32_residual_connection", False) else dtype
         count_states = getattr(config, "count_states_between_stages", None)
         states = [1] * (self.stages.count - 1) if count_states is None else count_states(self.stages)
 
         def shape_of(transfer: Transfer) -> tuple[int, ...]:
             """What goes forward comes from this stage when it is sent, and gradients go the same way back."""
-            assert shape is not None, "checked above"
             stage = self.stages.index(self.groups.pp.rank(), transfer.chunk)
             leaves = (transfer.what == "F") == (transfer.kind == "send")
+            assert shape is not None
             return (shape[0] * states[stage if leaves else stage - 1], *shape[1:])
 
-        told = None if varies else shape_of
+        told, blocking = None if varies else shape_of, not self.pipeline.overlap
         return P2PTransfers(self.groups.pp_directions, told, dtype, current_device(), blocking=blocking)
 
     def _collect_loss(self, result: tuple[Any, ...], num_microbatches: int, outputs: RunOutputs) -> Tensor:
