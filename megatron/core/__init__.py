@@ -11,7 +11,10 @@ from typing import Any
 
 from megatron.core.upstream.table import CORE_NAMES
 
-__version__ = "0.1.0"
+__version__ = "0.17.0"
+"""Upstream's release whose interface is offered: programs choose their way by it."""
+OWN_VERSION = "0.2.0"
+"""The release of this project."""
 
 _MODULES = ("parallel_state", "tensor_parallel", "dist_checkpointing")
 _NAMES = {
@@ -32,7 +35,8 @@ def __getattr__(name: str) -> Any:
         module, attribute = _NAMES[name]
         loaded = importlib.import_module(module)
         return loaded if attribute is None else getattr(loaded, attribute)
-    raise AttributeError(f"megatron.core has no attribute {name!r}")
+    return _upstream(name)
 
 
+_upstream = CORE_NAMES.lookup(__name__)
 CORE_NAMES.install()

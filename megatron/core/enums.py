@@ -7,9 +7,33 @@ import enum
 
 
 class ModelType(enum.Enum):
-    """What kind of model a provider builds. GPT is the one there is."""
+    """What kind of model a provider builds. GPT is the one there is; programs compare with the others."""
 
     encoder_or_decoder = 1
+    retro_encoder = 2
+    retro_decoder = 3
+    encoder_and_decoder = 4
+    hybrid_cp = 5
+
+
+class LayerType(enum.Enum):
+    """What a pipeline layout has on its stages."""
+
+    embedding = 1
+    loss = 2
+    encoder = 3
+    decoder = 4
+    mtp = 5
+
+
+class Fp8Recipe(enum.StrEnum):
+    """How scales of 8-bit numbers are found; see --fp8-recipe."""
+
+    delayed = "delayed"
+    tensorwise = "tensorwise"
+    mxfp8 = "mxfp8"
+    blockwise = "blockwise"
+    custom = "custom"
 
 
 class AttnMaskType(enum.Enum):

@@ -45,6 +45,10 @@ class ConfigError(MegatronError):
         super().__init__("; ".join(self.problems))
 
 
+class UnsupportedError(MegatronError, NotImplementedError):
+    """A name of upstream's was called that exists here only so that programs can import it."""
+
+
 class TopologyError(ConfigError):
     """A parallel layout that cannot exist on this number of processes."""
 

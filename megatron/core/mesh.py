@@ -108,7 +108,7 @@ class RankGrid:
     @cached_property
     def _stage_by_stage(self) -> list[int]:
         """All ranks: those of the first stage, in ascending order, then those of the second, ..."""
-        return list(itertools.chain.from_iterable(_groups(self.dense_sizes, self.dense_sizes.keys() - {"pp"})))
+        return list(itertools.chain.from_iterable(list_rank_groups(self.dense_sizes, self.dense_sizes.keys() - {"pp"})))
 
     @cached_property
     def _expert_sizes_by_stage(self) -> dict[str, int]:
@@ -140,11 +140,13 @@ class RankGrid:
             return [stages[:1] for stages in self.groups("pp")]
         wanted = set(axes.split("-"))
         if wanted <= self.dense_sizes.keys():
-            return _groups(self.dense_sizes, wanted)
+            return list_rank_groups(self.dense_sizes, wanted)
         if wanted <= self.expert_sizes.keys():
             ranks = self._stage_by_stage
             # In ascending order, as torch.distributed numbers the members of a group.
-            return sorted(sorted(ranks[i] for i in group) for group in _groups(self._expert_sizes_by_stage, wanted))
+            return sorted(
+                sorted(ranks[i] for i in group) for group in list_rank_groups(self._expert_sizes_by_stage, wanted)
+            )
         known = sorted(self.dense_sizes.keys() | self.expert_sizes.keys())
         raise ValueError(f"no groups along {axes!r}: name axes of one grid, among {known}, or embd, pos_embd, world")
 
@@ -319,7 +321,7 @@ def _coordinates(rank: int, sizes: dict[str, int]) -> dict[str, int]:
     return found
 
 
-def _groups(sizes: dict[str, int], wanted: Set[str]) -> list[list[int]]:
+def list_rank_groups(sizes: dict[str, int], wanted: Set[str]) -> list[list[int]]:
     """Ranks that differ only on the wanted axes; within a group and among groups the fastest axis runs first."""
     # Two neighbours on an axis are as many ranks apart as all faster axes have together.
     strides = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=1, func=int.__mul__), strict=False))

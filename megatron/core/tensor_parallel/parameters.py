@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -161,6 +162,18 @@ def initialise_parameters(
         _fill(parameter, placement, init, seed, device)
 
 
+def fill_alone(module: nn.Module) -> None:
+    """Fill the declared parameters of a layer that may stand outside of a model, by a seed from torch's generator.
+
+    They stay unnamed; inside a model `initialise_parameters` fills them once more.
+    """
+    seed = int(torch.randint(2**31, ()).item())
+    for name, parameter in module.named_parameters():
+        init = getattr(parameter, "initialiser", None)
+        if init is not None and not parameter.is_meta:
+            _fill(parameter, get_placement(parameter, name).renamed(name), init, seed, parameter.device)
+
+
 def list_global_names(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """(name in the whole model, parameter) for every parameter of `module`, each once.
 
@@ -259,5 +272,11 @@ def _fill(parameter: nn.Parameter, placement: Placement, init: Initialiser, seed
     # Float32 whatever the parameter's format, so that bf16 weights are the rounded float32 ones.
     full = torch.empty(placement.full_shape, dtype=torch.float32, device=device)
     with torch.no_grad():
-        init(full, generator)
+        if len(inspect.signature(init).parameters) > 1:
+            init(full, generator)
+        else:
+            # One of upstream's, (tensor): it draws from torch's own generator.
+            with torch.random.fork_rng(devices=[] if is_cpu(full) else [full.device]):
+                torch.manual_seed(generator.initial_seed())
+                init(full)  # type: ignore[call-arg]
         parameter.copy_(placement.take(full))

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megatron.core.collectives import broadcast_object
 from megatron.core.context_parallel.sharding import get_batch_on_this_cp_rank as _cut
-from megatron.core.context_parallel.sharding import shard_sequence
 from megatron.core.num_microbatches_calculator import NumMicrobatchesCalculator, build_num_microbatches_calculator
 from megatron.core.packed_seq_params import PackedSeqParams, pack_batch
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
@@ -49,12 +48,6 @@ def flatten_batch_for_packed_sequences(batch: Mapping[str, Tensor]) -> tuple[dic
     """Samples [b, s] that carry the bounds of their documents (cu_seqlens) as one packed sequence [1, b * s], with its
     PackedSeqParams; None for a batch without bounds, which is returned as it is."""
     return pack_batch(batch)
-
-
-def get_pos_emb_on_this_cp_rank(pos_emb: Tensor, seq_dim: int, cp_group: Group | None = None) -> Tensor:
-    """The rows of a table of positions, [s, ...] along seq_dim, that belong to this rank's tokens."""
-    group = cp_group if cp_group is not None else ProcessGroupCollection.current().cp
-    return pos_emb if group.size() == 1 else shard_sequence(pos_emb, group.rank(), group.size(), seq_dim)
 
 
 # ---- the number of microbatches

@@ -18,6 +18,8 @@ from megatron.core.errors import CheckpointError
 from megatron.core.process_groups_config import Group
 
 _CONFIG_FILE = "metadata.json"
+COMMON_STATE_FNAME = "common.pt"
+"""Upstream's file of what is no tensor."""
 
 
 @dataclass

@@ -6,8 +6,10 @@ Importing megatron.core or megatron.training puts an UpstreamNames with the room
 
     from megatron.core.transformer.identity_op import IdentityOp     a module that has no file here
     from megatron.core.pipeline_parallel.schedules import ...        a name that the module's file does not define
-    from megatron.core.transformer.transformer_config import MLA...  a name that does not exist: the ImportError says
-                                                                     what to use instead, or what it waits for
+    from megatron.core.models.mamba import MambaModel                a name without anything behind it: it can be
+                                                                     imported, and refuses in a sentence when called
+    from megatron.energon import ...                                 a name that nobody imports unconditionally: the
+                                                                     ImportError says what to use instead
 
 A name is looked up in the table when it is first used, so that the table costs nothing at the start. Modules that have
 a file keep it: they only get a `__getattr__` (PEP 562) after they have been executed.
@@ -18,14 +20,48 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import sys
+from abc import ABCMeta
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+from megatron.core.errors import UnsupportedError
+
 Defined = Mapping[str, Mapping[str, str]]
-"""Upstream's module -> {name: the module that defines it here}; "module:other" where it has another name there."""
+"""Upstream's module -> {name: the module that defines it here}; "module:other" where it has another name there,
+"module:" for the module itself."""
 Absent = Mapping[str, str]
 """Upstream's module, or module.name, that does not exist here -> the rest of a sentence about it."""
+Refused = Mapping[str, Mapping[str, str]]
+"""Upstream's module -> {name: the rest of a sentence about it}, of names that can be imported and not called."""
+Starred = Mapping[str, Sequence[str]]
+"""Module whose star import must also give these names -> the names, of the table or of the file."""
+
+
+class _Refusing(ABCMeta):
+    """The class of refusing classes: programs derive from these and ask isinstance; nothing can be made of them."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(str(cls._sentence))
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__") or "_sentence" not in cls.__dict__:
+            raise AttributeError(name)
+        raise AttributeError(f"{cls._sentence} ({name!r} was asked for)")
+
+
+def refuse(module: str, name: str, sentence: str) -> Any:
+    """Make what stands for `name`: a class where it begins with a capital letter, else a function. Calling it, or a
+    class derived from it, raises UnsupportedError."""
+    text = f"{module}.{name} has nothing behind it here: {sentence}"
+    if name.lstrip("_")[:1].isupper():
+        return _Refusing(name, (), {"__module__": module, "__doc__": text, "_sentence": text})
+
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(text)
+
+    refusing.__name__, refusing.__qualname__, refusing.__module__, refusing.__doc__ = name, name, module, text
+    return refusing
 
 
 class UpstreamNames:
@@ -34,11 +70,15 @@ class UpstreamNames:
     A finder by its methods, without importlib.abc, whose import would make every start a tenth slower.
     """
 
-    def __init__(self, defined: Defined, absent: Absent) -> None:
+    def __init__(
+        self, defined: Defined, absent: Absent, refused: Refused | None = None, starred: Starred | None = None
+    ) -> None:
         self.defined = defined
         self.absent = absent
-        self._mentioned = {*defined, *(name.rpartition(".")[0] for name in absent)}
-        self._packages = {parent for module in defined for parent in _list_parents(module)}
+        self.refused = refused or {}
+        self.starred = starred or {}
+        self._mentioned = {*defined, *self.refused, *(name.rpartition(".")[0] for name in absent)}
+        self._packages = {parent for module in (*defined, *self.refused) for parent in _list_parents(module)}
 
     def install(self) -> None:
         """Put this finder before Python's own ones."""
@@ -60,8 +100,14 @@ class UpstreamNames:
             spec.submodule_search_locations = spec.submodule_search_locations or []
         if spec is None or spec.loader is None:
             loader: Any = _TableLoader(self)
-            is_package = fullname in self._packages
-            return importlib.machinery.ModuleSpec(fullname, loader, is_package=is_package)
+            # A folder without __init__.py: the files in it are modules all the same.
+            folder = list(spec.submodule_search_locations or ()) if spec is not None else []
+            made = importlib.machinery.ModuleSpec(
+                fullname, loader, is_package=fullname in self._packages or bool(folder)
+            )
+            if made.submodule_search_locations is not None:
+                made.submodule_search_locations += folder
+            return made
         if isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             # Python's own loader with one step more, so that byte code, tracebacks and `inspect` work as always.
             spec.loader = _FileLoader(spec.loader.name, spec.loader.path, self)
@@ -73,8 +119,13 @@ class UpstreamNames:
         def getattr_(name: str) -> Any:
             place = self.defined.get(module, {}).get(name)
             if place is not None:
-                defining, _, other = place.partition(":")
-                return getattr(importlib.import_module(defining), other or name)
+                defining, colon, other = place.partition(":")
+                loaded = importlib.import_module(defining)
+                return loaded if colon and not other else getattr(loaded, other or name)
+            sentence = self.refused.get(module, {}).get(name)
+            if sentence is not None:
+                # Kept in the module, so that everybody who asks gets the same class.
+                return vars(sys.modules[module]).setdefault(name, refuse(module, name, sentence))
             if f"{module}.{name}" in self.absent:
                 raise ImportError(self._describe_absent(f"{module}.{name}"), name=module)
             if otherwise is not None:
@@ -98,9 +149,9 @@ class _TableLoader:
 
     def exec_module(self, module: ModuleType) -> None:
         """Give the new module its lookup."""
-        defined = self.names.defined.get(module.__name__, {})
+        defined, refused = (table.get(module.__name__, {}) for table in (self.names.defined, self.names.refused))
         module.__doc__ = f"Upstream's {module.__name__}: names that are defined elsewhere here."
-        module.__dict__["__all__"] = sorted(defined)
+        module.__dict__["__all__"] = sorted({*defined, *refused})
         module.__dict__["__getattr__"] = self.names.lookup(module.__name__)
 
 
@@ -114,6 +165,10 @@ class _FileLoader(importlib.machinery.SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         """Execute the file, then add the lookup."""
         super().exec_module(module)
+        more = self.names.starred.get(module.__name__)
+        if more is not None:
+            public = [name for name in vars(module) if not name.startswith("_") and name != "annotations"]
+            module.__dict__["__all__"] = sorted({*public, *more})
         # Packages that load their names when first used have one already.
         own = module.__dict__.get("__getattr__")
         module.__dict__["__getattr__"] = self.names.lookup(module.__name__, own)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from megatron.core.upstream.names import UpstreamNames
+from megatron.core.upstream.refused import ABSENT, REFUSED
 
 _BATCHES = "megatron.core.upstream.batches"
 _CHECKPOINTS = "megatron.core.upstream.checkpoints"
@@ -13,6 +14,17 @@ _MODULES = "megatron.core.upstream.modules"
 _TOKENIZERS = "megatron.core.upstream.tokenizers"
 _STATE_DICTS = "megatron.core.dist_checkpointing.state_dicts"
 _EMBEDDINGS = "megatron.core.models.common.embeddings"
+_REFUSED_ROPE = f"{_EMBEDDINGS}.rotary_pos_embedding"
+_EXPERTS = "megatron.core.upstream.experts"
+_FUSIONS = "megatron.core.upstream.fusions"
+_LOSSES = "megatron.core.upstream.losses"
+_OPTIMIZERS = "megatron.core.upstream.optimizers"
+_PIPELINES = "megatron.core.upstream.pipelines"
+_PROCESS = "megatron.core.upstream.process_tools"
+_PRODUCTS = "megatron.core.upstream.products"
+_SHARDED = "megatron.core.upstream.sharded"
+_SPECS = "megatron.core.upstream.specs"
+_WATCHING = "megatron.core.upstream.watching"
 
 
 # Modules are given as strings and imported when a name is used: `import megatron.core` loads none of them.
@@ -51,7 +63,6 @@ DEFINED: dict[str, dict[str, str]] = {
         "YarnRotaryEmbedding": f"{_EMBEDDINGS}.yarn_rotary_pos_embedding",
         "_yarn_get_mscale": "megatron.core.transformer.config_fields.positions:compute_yarn_magnitude",
     },
-    "megatron.core.models.common.embeddings.rope_utils": _in(_BATCHES, "get_pos_emb_on_this_cp_rank"),
     "megatron.core.models.common.language_module.language_module": _in(
         "megatron.core.models.common.language_module", "LanguageModule"
     ),
@@ -68,7 +79,6 @@ DEFINED: dict[str, dict[str, str]] = {
         "update_num_microbatches",
     ),
     "megatron.core.optimizer.optimizer": _in("megatron.core.optimizer.megatron_optimizer", "MegatronOptimizer"),
-    "megatron.core.package_info": _in("megatron.core", "__version__"),
     "megatron.core.pipeline_parallel.schedules": _in(
         "megatron.core.pipeline_parallel.forward_backward", "get_forward_backward_func"
     ),
@@ -100,48 +110,166 @@ DEFINED: dict[str, dict[str, str]] = {
     | _in(_BATCHES, "flatten_batch_for_packed_sequences", "get_batch_on_this_cp_rank", "get_batch_on_this_tp_rank"),
 }
 
-# Each is the rest of a sentence, "MODULE is not part of this system: ...", and says what to do instead.
-_MULTIMODAL = "models are of text only; build your own from the layers, as examples/custom_model.py does"
-_HYBRID = "it waits for hybrid models (Mamba); GPTModel has attention layers"
-_TE = "layers get Transformer Engine by --transformer-impl; take ColumnParallelLinear and RowParallelLinear"
-_OTHER_ATTENTION = "attention is SelfAttention or MLASelfAttention; give one of your own by --spec or in a ModuleSpec"
-_REPLAY = "routes are recorded by --moe-routing-trace-path, and replayed with --moe-enable-routing-replay"
-_DTENSOR = "gradients and parameters are plain tensors here, also with FSDP; its sharding is that of PyTorch's FSDP2"
 
-# A row hides what it names, a file of ours too: whoever builds such a module removes its row.
-ABSENT: dict[str, str] = {
-    "megatron.core.datasets.indexed_dataset._IndexReader": "it is private; use IndexedDataset",
-    "megatron.core.datasets.multimodal_dataset": _MULTIMODAL,
-    "megatron.core.dist_checkpointing.strategies.filesystem_async": (
-        "saving beside training is dist_checkpointing.save(async_sharded_save=True) with AsyncCallsQueue"
+# What programs import that are built upon megatron.core, beside its own scripts.
+_FOR_PROGRAMS: dict[str, dict[str, str]] = {
+    "megatron.core.config_logger": _in(_PROCESS, "has_config_logger_enabled", "log_config_to_disk"),
+    "megatron.core.dist_checkpointing.strategies.common": _in(_CHECKPOINTS, "COMMON_STATE_FNAME"),
+    "megatron.core.dist_checkpointing.utils": _in(_SHARDED, "apply_prefix_mapping", "replace_prefix_for_sharding"),
+    "megatron.core.distributed.fsdp": _in("megatron.core.distributed", "FullyShardedDataParallel"),
+    "megatron.core.distributed.fsdp.mcore_fsdp_adapter": _in("megatron.core.distributed", "FullyShardedDataParallel"),
+    "megatron.core.extensions.transformer_engine_spec_provider": _in(_SPECS, "TESpecProvider"),
+    "megatron.core.fp8_utils": _in(_FUSIONS, "correct_amax_history_if_needed", "get_fp8_context"),
+    "megatron.core.fusions.fused_bias_dropout": _in(_FUSIONS, "bias_dropout_add_fused_train", "get_bias_dropout_add"),
+    "megatron.core.fusions.fused_bias_geglu": _in("megatron.core.activations", "quick_gelu"),
+    "megatron.core.fusions.fused_bias_gelu": _in(_FUSIONS, "bias_gelu"),
+    "megatron.core.fusions.fused_bias_swiglu": _in(_FUSIONS, "bias_swiglu"),
+    "megatron.core.fusions.fused_layer_norm": _in(_FUSIONS, "FusedLayerNorm"),
+    "megatron.core.inference.communication_utils": _in(
+        _PROCESS, "broadcast_from_last_pipeline_stage", "recv_from_prev_pipeline_rank_", "send_to_next_pipeline_rank"
     ),
-    "megatron.core.distributed.fsdp": _DTENSOR,
-    "megatron.core.extensions": _TE,
-    "megatron.core.extensions.transformer_engine": _TE,
-    "megatron.core.extensions.transformer_engine_spec_provider": _TE,
-    "megatron.core.models.common.embeddings.rotary_pos_embedding.MultimodalRotaryEmbedding": _MULTIMODAL,
-    "megatron.core.models.gpt.experimental_attention_variant_module_specs": _OTHER_ATTENTION,
-    "megatron.core.models.gpt.heterogeneous": "all layers of a model have one spec; leave out the heterogeneous config",
-    "megatron.core.models.hybrid": _HYBRID,
-    "megatron.core.models.multimodal": _MULTIMODAL,
-    "megatron.core.msc_utils": "object storage is read through fsspec: --object-storage-cache-path",
-    "megatron.core.rerun_state_machine": (
-        "steps are not run again to find faults; --check-for-nan-in-loss-and-grad and --check-for-spiky-loss end a run"
+    "megatron.core.jit": _in(_PROCESS, "jit_fuser"),
+    "megatron.core.models.backends": _in(_SPECS, "LocalSpecProvider"),
+    "megatron.core.models.common.embeddings": _in(_REFUSED_ROPE, "MultimodalRotaryEmbedding"),
+    "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding": _in(
+        _SPECS, "_yarn_get_concentration_factor_from_config"
     ),
-    "megatron.core.telemetry": "there is no telemetry; --metrics-dir and --timing-log-level show what a run does",
-    "megatron.core.transformer.moe.fused_a2a": "experts exchange tokens by torch's all-to-all; use it",
-    "megatron.core.transformer.moe.moe_utils.RouterGatingLinearFunction": (
-        "the router's product is torch's; --moe-router-dtype says its number format"
+    "megatron.core.models.gpt.gpt_model": _in("megatron.core.enums", "ModelType"),
+    "megatron.core.models.gpt.moe_module_specs": {
+        "MLPSubmodules": "megatron.core.transformer.mlp",
+        "get_moe_module_spec": "megatron.core.models.gpt.gpt_layer_specs",
+    },
+    "megatron.core.optimizer.muon": _in(_OPTIMIZERS, "get_megatron_muon_optimizer"),
+    "megatron.core.optimizer.optimizer": _in(_OPTIMIZERS, "SEPARATE_GRAD_NORM_GROUPS"),
+    "megatron.core.parallel_state": _in(_PROCESS, "RankGenerator", "create_group"),
+    "megatron.core.pipeline_parallel.p2p_communication": _in(_PROCESS, "_batched_p2p_ops"),
+    "megatron.core.pipeline_parallel.schedules": _in(_PIPELINES, "get_schedule_table", "get_tensor_shapes"),
+    "megatron.core.pipeline_parallel.utils": _in(_PIPELINES, "is_vp_first_stage", "is_vp_last_stage"),
+    "megatron.core.post_training.modelopt.gpt.model_specs": _in(_SPECS, "get_gpt_modelopt_spec"),
+    "megatron.core.post_training.modelopt.layers": _in(_SPECS, "Linear"),
+    "megatron.core.rerun_state_machine": _in(
+        _WATCHING,
+        "RerunDataIterator",
+        "RerunMode",
+        "RerunStateMachine",
+        "destroy_rerun_state_machine",
+        "get_rerun_state_machine",
     ),
-    "megatron.core.transformer.moe.router_replay": _REPLAY,
-    "megatron.core.transformer.moe.router_trace": _REPLAY,
-    "megatron.core.transformer.multi_token_prediction.MTPLossLoggingHelper": (
-        "the log has the losses by name (mtp_1 loss, ...); GPTModel.mtp_loss.take_sums() returns those of this process"
+    "megatron.core.tensor_parallel": _in(_PRODUCTS, "all_gather_last_dim_from_tensor_parallel_region"),
+    "megatron.core.tensor_parallel.layers": _in(_PRODUCTS, "linear_with_frozen_weight"),
+    "megatron.core.tensor_parallel.random": _in(
+        _PRODUCTS,
+        "_CUDA_RNG_STATE_TRACKER",
+        "_CUDA_RNG_STATE_TRACKER_INITIALIZED",
+        "get_expert_parallel_rng_tracker_name",
     ),
-    "megatron.core.utils.StragglerDetector": "slow ranks show in --timing-log-level 2 with --timing-log-option all",
-    "megatron.core.utils.configure_nvtx_profiling": "--nvtx-ranges names the parts of a step in profiles",
-    "megatron.energon": "its data loaders are not used; a dataset of your own does as examples/custom_dataset.py shows",
-    "megatron.schedules": "use megatron.core.pipeline_parallel.get_forward_backward_func",
+    "megatron.core.transformer.dot_product_attention": _in(
+        "megatron.core.transformer.core_attention.dot_product_attention", "DotProductAttention"
+    ),
+    "megatron.core.transformer.mlp": _in(_SHARDED, "apply_swiglu_sharded_factory"),
+    "megatron.core.transformer.moe.moe_utils": _in(
+        _EXPERTS,
+        "RouterGatingLinearFunction",
+        "apply_random_logits",
+        "apply_router_token_dropping",
+        "compute_routing_scores_for_aux_loss",
+        "group_limited_topk",
+    )
+    | _in(_PROCESS, "get_default_pg_collection"),
+    "megatron.core.transformer.moe.router": _in(_LOSSES, "MoEAuxLossAutoScaler"),
+    "megatron.core.transformer.moe.token_dispatcher": {
+        "MoEAlltoAllTokenDispatcher": "megatron.core.transformer.moe.token_dispatcher:AllToAllDispatcher"
+    },
+    "megatron.core.transformer.multi_latent_attention": {
+        "MultiLatentAttention": "megatron.core.transformer.multi_latent_attention:MLASelfAttention",
+        "apply_rotary_pos_emb": f"{_EMBEDDINGS}.rope_utils",
+        "deprecate_inference_params": _PROCESS,
+        "gather_from_tensor_model_parallel_region": "megatron.core.tensor_parallel.mappings",
+        "scatter_to_sequence_parallel_region": "megatron.core.tensor_parallel.mappings",
+    },
+    "megatron.core.transformer.multi_token_prediction": _in(
+        _LOSSES, "MTPLossAutoScaler", "MTPLossLoggingHelper", "get_mtp_layer_offset", "roll_tensor"
+    ),
+    "megatron.core.transformer.pipeline_parallel_layer_layout": _in(_PIPELINES, "PipelineParallelLayerLayout"),
+    "megatron.core.transformer.torch_norm": _in(_FUSIONS, "L2Norm", "WrappedTorchNorm"),
+    "megatron.core.transformer.transformer_layer": _in("megatron.core.transformer.mlp", "MLP"),
+    "megatron.core.transformer.utils": _in(
+        _SHARDED, "make_sharded_tensors_for_checkpoint", "sharded_state_dict_default"
+    )
+    | _in(_PROCESS, "ensure_metadata_has_dp_cp_group"),
+    "megatron.core.typed_torch": _in(_PROCESS, "apply_module"),
+    "megatron.core.utils": _in(
+        _PROCESS,
+        "WrappedTensor",
+        "check_param_hashes_across_dp_replicas",
+        "deprecate_inference_params",
+        "get_pg_rank",
+        "get_pg_size",
+        "get_tensor_model_parallel_group_if_none",
+        "is_fa_min_version",
+        "is_te_min_version",
+        "is_torch_min_version",
+        "make_viewless_tensor",
+        "nvtx_range_pop",
+        "nvtx_range_push",
+    )
+    | _in(_SHARDED, "make_tp_sharded_tensor_for_checkpoint")
+    | _in(_WATCHING, "StragglerDetector"),
 }
+for _module, _names in _FOR_PROGRAMS.items():
+    DEFINED[_module] = DEFINED.get(_module, {}) | _names
 
-CORE_NAMES = UpstreamNames(DEFINED, ABSENT)
+# ---- star imports
+
+# Upstream's files hold these beside their own names, and models of programs' own take them by `import *`.
+_EVERYWHERE = (
+    _in("typing", "Any", "Callable", "List", "Optional", "Tuple", "Union")
+    | {
+        "torch": "torch:",
+        "Tensor": "torch",
+        "nn": "torch.nn:",
+        "dataclass": "dataclasses",
+        "nullcontext": "contextlib",
+        "logging": "logging:",
+        "parallel_state": "megatron.core.parallel_state:",
+        "tensor_parallel": "megatron.core.tensor_parallel:",
+        "BaseInferenceContext": "megatron.core.inference.contexts",
+        "InferenceParams": "megatron.core",
+        "MegatronModule": "megatron.core.transformer.module",
+        "ModuleSpec": "megatron.core.transformer.spec_utils",
+        "build_module": "megatron.core.transformer.spec_utils",
+        "PackedSeqParams": "megatron.core.packed_seq_params",
+        "ProcessGroupCollection": "megatron.core.process_groups_config",
+        "TransformerConfig": "megatron.core.transformer.transformer_config",
+        "HAVE_FA3": _PROCESS,
+        "HAVE_TE": "megatron.core.extensions.transformer_engine",
+    }
+    | _in(_PROCESS, "deprecate_inference_params", "is_te_min_version", "nvtx_range_pop", "nvtx_range_push")
+)
+_STAR_ONLY: dict[str, dict[str, str]] = {
+    "megatron.core.transformer.attention": _EVERYWHERE
+    | {
+        "AttnMaskType": "megatron.core.enums",
+        "SplitAlongDim": "megatron.core.extensions.transformer_engine",
+        "apply_rotary_pos_emb": f"{_EMBEDDINGS}.rope_utils",
+        "divide": _FUNCTIONS,
+        "is_fa_min_version": _PROCESS,
+    },
+    "megatron.core.transformer.transformer_block": _EVERYWHERE
+    | {
+        "LayerType": "megatron.core.enums",
+        "TENorm": "megatron.core.extensions.transformer_engine",
+        "TransformerLayer": "megatron.core.transformer.transformer_layer",
+        "WrappedTensor": _PROCESS,
+        "get_fp8_context": _FUSIONS,
+        "make_viewless_tensor": _PROCESS,
+        "sharded_state_dict_default": _SHARDED,
+        "te_checkpoint": "megatron.core.extensions.transformer_engine",
+    },
+    f"{_EMBEDDINGS}.rope_utils": _EVERYWHERE,
+}
+for _module, _names in _STAR_ONLY.items():
+    DEFINED[_module] = _names | DEFINED.get(_module, {})
+STARRED = {module: tuple(DEFINED[module]) for module in _STAR_ONLY}
+
+CORE_NAMES = UpstreamNames(DEFINED, ABSENT, REFUSED, STARRED)

@@ -8,6 +8,7 @@ from megatron.core.upstream.names import UpstreamNames
 _SETTINGS = "megatron.training.upstream.settings"
 _STEPS = "megatron.training.upstream.steps"
 _CHECKPOINTS = "megatron.training.upstream.checkpoints"
+_BATCHES = "megatron.training.upstream.batches"
 _TRAINING = ("evaluate_and_print_results", "get_model", "setup_model_and_optimizer", "train_step", "training_log")
 
 
@@ -18,10 +19,11 @@ def _in(module: str, *names: str) -> dict[str, str]:
 # Upstream's module -> name -> the module that defines it here.
 DEFINED: dict[str, dict[str, str]] = {
     "megatron.training": _in(_STEPS, "get_model")
-    | _in(_SETTINGS, "get_train_valid_test_num_samples", "is_last_rank", "print_rank_last"),
+    | _in(_SETTINGS, "get_train_valid_test_num_samples", "initialize_megatron", "is_last_rank", "print_rank_last"),
     "megatron.training.argument_utils": _in(_SETTINGS, "gpt_config_from_args", "pretrain_cfg_container_from_args"),
     "megatron.training.arguments": _in(_SETTINGS, "parse_and_validate_args", "validate_args"),
-    "megatron.training.async_utils": _in(_CHECKPOINTS, "maybe_finalize_async_save"),
+    "megatron.training.async_utils": _in(_CHECKPOINTS, "maybe_finalize_async_save")
+    | _in(_BATCHES, "_async_calls_queue"),
     "megatron.training.checkpointing": _in(
         _CHECKPOINTS,
         "get_checkpoint_name",
@@ -40,18 +42,22 @@ DEFINED: dict[str, dict[str, str]] = {
     "megatron.training.global_vars": _in(
         _SETTINGS, "_build_tokenizer", "set_args", "set_global_variables", "unset_global_variables"
     ),
-    "megatron.training.initialize": _in(_SETTINGS, "initialize_megatron"),
+    "megatron.training.initialize": _in(_SETTINGS, "initialize_megatron")
+    | _in(_BATCHES, "_initialize_tp_communicators"),
     "megatron.training.theoretical_memory_usage": _in(_SETTINGS, "report_theoretical_memory"),
     "megatron.training.tokenizer.tokenizer": {
         "_vocab_size_with_padding": "megatron.core.upstream.tokenizers:vocab_size_with_padding"
     },
     "megatron.training.training": _in(_STEPS, *_TRAINING) | _in(_SETTINGS, "update_train_iters"),
     "megatron.training.utils": _in(_STEPS, "average_losses_across_data_parallel_group", "calc_params_l2_norm")
+    | _in(_BATCHES, "get_ltor_masks_and_position_ids")
+    | _in("megatron.training.global_vars", "print_rank_0")
     | _in(
         _SETTINGS,
         "get_blend_and_blend_per_split",
         "is_first_or_last_pipeline_stage",
         "is_hybrid_model",
+        "is_last_rank",
         "print_rank_last",
     ),
     "megatron.training.yaml_arguments": _in(_SETTINGS, "core_transformer_config_from_yaml"),
@@ -65,7 +71,6 @@ ABSENT: dict[str, str] = {
     "megatron.training.arguments._add_tokenizer_args": "flags of one's own go through extra_args_provider",
     "megatron.training.distillation": "it waits for distillation; a loss of one's own does as examples/custom_loss.py",
     "megatron.training.global_vars.get_telemetry": "there is no telemetry; --metrics-dir tells what a run does",
-    "megatron.training.initialize._initialize_tp_communicators": "--tp-comm-overlap needs no communicators of its own",
     "megatron.training.training.update_seqlen_stats_from_cu_seqlens": "throughput is counted from --seq-length",
     "megatron.training.utils.check_adlr_autoresume_termination": "--exit-signal-handler saves and ends a run",
 }

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Upstream's ways to specs of layers, and the classes that they name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.errors import ConfigError
+from megatron.core.extensions.transformer_engine import (
+    TEColumnParallelLinear,
+    TEDotProductAttention,
+    TELayerNormColumnParallelLinear,
+    TELinear,
+    TENorm,
+    TERowParallelLinear,
+)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.config_fields.positions import compute_yarn_magnitude
+from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
+from megatron.core.transformer.norms import build_norm
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class LocalSpecProvider:
+    """The class that each part of a layer is made by."""
+
+    def column_parallel_linear(self) -> type:
+        """Outputs divided."""
+        return ColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        """Inputs divided."""
+        return RowParallelLinear
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        """Whether a norm and the product behind it are one module."""
+        return False
+
+    def column_parallel_layer_norm_linear(self) -> type | None:
+        """That module."""
+        return None
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any:
+        """What builds a norm; the config says which one, so that the arguments change nothing."""
+        return build_norm
+
+    def core_attention(self) -> type:
+        """Scores, softmax and the sum over values."""
+        return DotProductAttention
+
+
+class TESpecProvider(LocalSpecProvider):
+    """The same by the names of Transformer Engine's layers."""
+
+    def linear(self) -> type:
+        """Whole on every rank."""
+        return TELinear
+
+    def column_parallel_linear(self) -> type:
+        """Outputs divided."""
+        return TEColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        """Inputs divided."""
+        return TERowParallelLinear
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        """True."""
+        return True
+
+    def column_parallel_layer_norm_linear(self) -> type | None:
+        """A norm, then outputs divided."""
+        return TELayerNormColumnParallelLinear
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any:
+        """As above."""
+        return TENorm
+
+    def core_attention(self) -> type:
+        """Scores, softmax and the sum over values."""
+        return TEDotProductAttention
+
+
+class Linear(TELinear):
+    """A layer that is whole on every rank, with upstream's constructor for quantised models."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Any,
+        bias: bool = True,
+        gather_output: bool = False,
+        skip_bias_add: bool = False,
+        is_expert: bool = False,
+        tp_group: Any = None,
+        **others: Any,
+    ) -> None:
+        """gather_output: outputs are whole already. others: of upstream's signature; raises ConfigError for any that is
+        not None, False or stride=1."""
+        asked = {name: value for name, value in others.items() if value not in (None, False) and name != "stride"}
+        known = "stride keep_master_weight_for_test skip_weight_param_allocation embedding_activation_buffer " \
+            "grad_output_buffer tp_comm_buffer_name disable_grad_reduce parallel_mode name"  # fmt: skip
+        unknown = sorted({*asked, *(set(others) - set(known.split()))} - {"name", "tp_comm_buffer_name"})
+        if unknown or others.get("stride", 1) != 1:
+            raise ConfigError(f"this Linear does not take {', '.join(unknown) or 'a stride'}; leave it out")
+        super().__init__(
+            input_size, output_size, parallel_mode=None, config=config, init_method=init_method, bias=bias,
+            skip_bias_add=skip_bias_add, is_expert=is_expert, tp_group=tp_group,
+        )  # fmt: skip
+
+
+def get_gpt_modelopt_spec(
+    config: TransformerConfig,
+    local_core_attention: bool = False,
+    remap_te_layernorm: bool = False,
+    real_quant_cfg: str = "None",
+    qk_l2_norm: bool = False,
+    use_arbitrary_attention_mask: bool = False,
+) -> ModuleSpec:
+    """The local spec, whose norms stand apart from products. local_core_attention: it always is.
+
+    Raises ConfigError for real_quant_cfg and remap_te_layernorm, and where qk_l2_norm is not the config's.
+    """
+    if real_quant_cfg not in (None, "None") or remap_te_layernorm:
+        raise ConfigError("get_gpt_modelopt_spec() has no real_quant_cfg and no remap_te_layernorm; leave them out")
+    spec = get_gpt_layer_local_spec(multi_latent_attention=config.multi_latent_attention, qk_l2_norm=qk_l2_norm or None)
+    if use_arbitrary_attention_mask:
+        from megatron.core.enums import AttnMaskType
+
+        spec.submodules.self_attention.params["attn_mask_type"] = AttnMaskType.arbitrary
+    return spec
+
+
+def _yarn_get_concentration_factor_from_config(config: Any) -> float:
+    """The factor on the cosines of YaRN's angles; 1 without YaRN."""
+    if getattr(config, "position_embedding_type", None) != "yarn" and not hasattr(config, "yarn_mscale"):
+        return 1.0
+    factor, mscale, all_dim = (
+        getattr(config, f"yarn_{name}", None) for name in ("rotary_scaling_factor", "mscale", "mscale_all_dim")
+    )
+    if factor is None or mscale is None or all_dim is None:
+        return 1.0
+    return compute_yarn_magnitude(factor, mscale) / compute_yarn_magnitude(factor, all_dim)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names that other programs import from Megatron-LM, counted for each program: golden/data/program_names.tsv.
+
+A name counts where the import and the attribute resolve; those of `refused.py` can be imported and refuse when called.
+What is missing is listed, so that nothing goes missing unnoticed.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.core.errors import UnsupportedError
+from megatron.core.upstream.table import CORE_NAMES
+
+ROWS = list(csv.DictReader((Path(__file__).parents[2] / "golden/data/program_names.tsv").open(), delimiter="\t"))
+AT_LEAST = {
+    "lm-eval": 19, "slime": 112, "verl": 109, "mbridge": 120, "mcore-bridge": 112, "ms-swift": 78, "nemo-rl": 70,
+    "modelopt": 79,
+}  # fmt: skip
+"""Program -> how many of its names must resolve."""
+MISSING: set[str] = {
+    "megatron.core.dist_checkpointing.mapping.ShardedObject",
+    "megatron.core.dist_checkpointing.mapping.ShardedTensorFactory",
+    "megatron.core.dist_checkpointing.serialization.StrictHandling",
+    "megatron.core.dist_checkpointing.serialization.get_default_load_sharded_strategy",
+    "megatron.core.dist_checkpointing.serialization.get_default_save_sharded_strategy",
+    "megatron.core.dist_checkpointing.strategies.fully_parallel.FullyParallelSaveStrategyWrapper",
+    "megatron.core.dist_checkpointing.strategies.torch.TorchDistSaveShardedStrategy",
+    "megatron.core.dist_checkpointing.validation.StrictHandling",
+    "megatron.core.inference.unified_memory",
+    "megatron.core.optimizer.Adam",
+    "megatron.core.optimizer.AdamOptimizerConfig",
+    "megatron.core.optimizer.CPUAdam",
+    "megatron.core.optimizer.ChainedOptimizer",
+    "megatron.core.optimizer.DistributedOptimizer",
+    "megatron.core.optimizer.SGDOptimizerConfig",
+    "megatron.core.optimizer._get_param_groups",
+    "megatron.core.optimizer.distrib_optimizer.Adam",
+    "megatron.core.optimizer.param_group_identifier_keys",
+    "megatron.core.parallel_state.get_data_parallel_group_gloo",
+    "megatron.core.parallel_state.get_pipeline_model_parallel_split_rank",
+    "megatron.core.parallel_state.get_tensor_and_context_parallel_rank",
+    "megatron.core.parallel_state.get_virtual_pipeline_model_parallel_rank",
+    "megatron.core.parallel_state.get_virtual_pipeline_model_parallel_world_size",
+    "megatron.core.parallel_state.is_pipeline_stage_after_split",
+    "megatron.core.parallel_state.is_pipeline_stage_before_split",
+    "megatron.core.parallel_state.set_virtual_pipeline_model_parallel_rank",
+    "megatron.core.tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes",
+    "megatron.core.transformer.MLATransformerConfig",
+    "megatron.core.transformer.moe.experts.SequentialMLP",
+    "megatron.core.transformer.moe.experts.TEGroupedMLP",
+    "megatron.core.transformer.transformer_block.TransformerBlockSubmodules",
+}
+"""Names that do not resolve yet."""
+
+
+def find(module: str, name: str) -> Any:
+    """What `from module import name` binds; the module may be a class or an enumeration inside one."""
+    parts = module.split(".")
+    for length in range(len(parts), 1, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[length:]:
+            found = getattr(found, part)
+        return getattr(found, name) if hasattr(found, name) else importlib.import_module(f"{module}.{name}")
+    raise ModuleNotFoundError(module)
+
+
+def test_names_of_each_program_resolve() -> None:
+    counts: Counter[str] = Counter()
+    missing = set()
+    for row in ROWS:
+        try:
+            find(row["module"], row["name"])
+        except (ImportError, AttributeError):
+            missing.add(f"{row['module']}.{row['name']}")
+        else:
+            counts.update(row["programs"].split(","))
+    assert missing == MISSING
+    assert {program: counts[program] for program, least in AT_LEAST.items() if counts[program] < least} == {}
+
+
+@pytest.mark.parametrize("module", CORE_NAMES.refused)
+def test_names_without_anything_behind_them_say_what_to_use(module: str) -> None:
+    for name, sentence in CORE_NAMES.refused[module].items():
+        found = find(module, name)
+        # Callers give what upstream takes, by position and by name.
+        for given, named in (((), {}), ((1,), {"config": None})):
+            with pytest.raises(UnsupportedError, match="has nothing behind it here") as caught:
+                found(*given, **named)
+            assert str(caught.value).endswith(sentence)
+        assert found is find(module, name)
+        if isinstance(found, type):
+            derived: Any = type(found)("Derived", (found,), {})
+            assert not isinstance(object(), found)
+            with pytest.raises(UnsupportedError):
+                derived(1)
+            with pytest.raises(AttributeError, match="has nothing behind it here"):
+                _ = found.RUNNING
