@@ -20,7 +20,6 @@ import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
 from megatron.core.errors import ConfigError
@@ -39,76 +38,26 @@ from megatron.core.setting import (
 _FLAG = "flag"
 
 
-@dataclass(frozen=True)
-class FlagSpec:
-    """What a field says beyond type, default and docstring."""
-
-    kind: FieldKind | None = None
-    needs: tuple[Needs, ...] = ()
-    """All of them must be met for the field to have an effect; the first that is not is named."""
-    gpu: tuple[NeedsGPU, ...] = ()
-    """What of it only a CUDA device can do. A run on the CPU goes on without, with a note."""
-    names: tuple[str, ...] = ()
-    """Spellings that replace the derived one, such as ("--norm-epsilon",). The first is the one we print."""
-    off_names: tuple[str, ...] = ()
-    """Spellings that store False, such as ("--disable-bias-linear",). A bool that is on by default gets `--no-x` and
-    `--disable-x` when this is empty."""
-    aliases: tuple[str, ...] = ()
-    """Further accepted spellings, noted as aliases in the documentation."""
-    choices: tuple[Any, ...] | None = None
-    parse: Callable[[str], Any] | None = None
-    """Text to value; raises ValueError with a sentence."""
-    nargs: str | int | None = None
-    minimum: float | None = None
-    maximum: float | None = None
-    above: float | None = None
-    """Exclusive lower bound."""
-    example: Any = None
-    """A value for the sentence "--x is missing; ... for example --x 12". A field with an example must be given."""
-    unit: str | None = None
-    """tokens, samples, iterations, seconds, bytes, ..."""
-    planned: str | None = None
-    """The coming capability this field belongs to: until then only its default is accepted."""
-    planned_choices: tuple[Any, ...] = ()
-    """Values among the choices that belong to a coming capability and are refused until then."""
-    unsupported_choices: tuple[Any, ...] = ()
-    """Values among the choices that upstream knows and this system does not plan to have."""
-    coming: str | None = None
-    """The coming capability that planned_choices belong to."""
-    metavar: str | tuple[str, ...] | None = None
-    """What stands for the value in the help."""
-    hidden: bool = False
-    """True for a field without a flag: derived, or set by code."""
+_SEVERAL = ("needs", "gpu", "choices", "names", "off_names", "planned_choices", "unsupported_choices")
 
 
 def flag(
     default: Any = dataclasses.MISSING,
     *,
     default_factory: Callable[[], Any] | Any = dataclasses.MISSING,
-    needs: Needs | Sequence[Needs] = (),
-    gpu: NeedsGPU | Sequence[NeedsGPU] = (),
-    choices: Sequence[Any] | None = None,
-    names: Sequence[str] = (),
-    off_names: Sequence[str] = (),
     aliases: Sequence[str] = (),
-    planned_choices: Sequence[Any] = (),
-    unsupported_choices: Sequence[Any] = (),
-    **spec: Any,
+    **says: Any,
 ) -> Any:
-    """A dataclass field with a FlagSpec (see there for the keywords)."""
-    flag_spec = FlagSpec(
-        needs=(needs,) if isinstance(needs, Needs) else tuple(needs),
-        gpu=(gpu,) if isinstance(gpu, NeedsGPU) else tuple(gpu),
-        names=tuple(names),
-        off_names=tuple(off_names),
-        aliases=tuple(aliases),
-        choices=None if choices is None else tuple(choices),
-        planned_choices=tuple(planned_choices),
-        unsupported_choices=tuple(unsupported_choices),
-        **spec,
-    )
+    """A dataclass field that says more than its type, default and docstring: attributes of its Setting.
+
+    names: spellings that replace the derived one. aliases: further accepted ones, noted as such in the documentation.
+    A single need, or a single wish for a GPU, may be given without a tuple.
+    """
+    for name in says.keys() & _SEVERAL:
+        value = says[name]
+        says[name] = (value,) if isinstance(value, Needs | NeedsGPU) else value and tuple(value)
     # Metadata, not a subclass of Field: dataclasses leave it alone.
-    metadata = {_FLAG: flag_spec}
+    metadata = {_FLAG: says | {"aliases": tuple(aliases)}}
     if default_factory is not dataclasses.MISSING:
         return dataclasses.field(default_factory=default_factory, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -117,12 +66,6 @@ def flag(
 def derived(default: Any = None, *, kind: FieldKind | None = None) -> Any:
     """A field without a flag: set by code or computed from other fields."""
     return flag(default, hidden=True, kind=kind)
-
-
-def flag_spec(field: dataclasses.Field[Any]) -> FlagSpec:
-    """The FlagSpec of a dataclass field; an empty one where the field is plain."""
-    spec: FlagSpec = field.metadata.get(_FLAG, FlagSpec())
-    return spec
 
 
 def get_settings(config_class: Any) -> dict[str, Setting]:
@@ -139,7 +82,7 @@ def _read_settings(config_class: type) -> dict[str, Setting]:
     for owner in reversed(config_class.__mro__):
         kinds |= dict.fromkeys(vars(owner).get("__annotations__", {}), vars(owner).get("usual_kind"))
     return {
-        f.name: _setting(f, flag_spec(f), hints.get(f.name, Any), kinds[f.name])
+        f.name: _setting(f, {**f.metadata.get(_FLAG, {})}, hints.get(f.name, Any), kinds[f.name])
         for f in dataclasses.fields(config_class)
     }
 
@@ -152,38 +95,27 @@ def _annotations(config_class: type) -> dict[str, Any]:
         return typing.get_type_hints(config_class.__mro__[1], localns=names, include_extras=True)
 
 
-def _setting(field: dataclasses.Field[Any], spec: FlagSpec, hint: Any, usual_kind: FieldKind | None) -> Setting:
+def _setting(field: dataclasses.Field[Any], says: dict[str, Any], hint: Any, usual_kind: FieldKind | None) -> Setting:
+    """Complete what a field says by its name, its type and its class."""
     hint, is_path = strip_path_mark(hint)
     value_type, nargs, choices = _value_type(hint)
     default = field.default if field.default is not dataclasses.MISSING else None
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
-    names, off_names = _spellings(field.name, spec, is_switch=value_type is bool, default=default)
-    # Another run than the one that was asked for must not take place with a note.
-    assert not spec.gpu or (spec.kind or usual_kind) not in CHANGES_THE_RUN, f"{field.name} changes numbers"
-    return Setting(
-        dest=field.name, names=names, off_names=off_names, value_type=value_type,
-        nargs=spec.nargs if spec.nargs is not None else nargs, choices=spec.choices or choices, default=default,
-        parse=spec.parse, minimum=spec.minimum, maximum=spec.maximum, above=spec.above, example=spec.example,
-        unit=spec.unit, status="planned" if spec.planned else "works", explanation=spec.planned or spec.coming or "",
-        planned_choices=spec.planned_choices, unsupported_choices=spec.unsupported_choices,
-        kind=spec.kind or usual_kind, needs=spec.needs, gpu=spec.gpu, annotation=hint, is_path=is_path,
-    )  # fmt: skip
-
-
-def _spellings(
-    field_name: str, spec: FlagSpec, *, is_switch: bool, default: Any
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Every switch that is on by default can be switched off, and can also be spelled positively."""
-    written = field_name.replace("_", "-")
+    written, aliases = field.name.replace("_", "-"), says.pop("aliases", ())
     # Sentences about a field that no flag sets name the field.
-    if spec.hidden and not spec.names:
-        return (field_name,), ()
-    names = spec.names or (f"--{written}",)
-    off_names = spec.off_names
-    if is_switch and default is True and not off_names:
-        off_names = (f"--no-{written}", f"--disable-{written}")
-    return names + spec.aliases, off_names
+    names = says.pop("names", ()) or ((field.name,) if says.get("hidden") else (f"--{written}",))
+    # Every switch that is on by default can be switched off, and can also be spelled positively.
+    if value_type is bool and default is True and not says.get("hidden"):
+        says.setdefault("off_names", (f"--no-{written}", f"--disable-{written}"))
+    says["kind"] = says.get("kind") or usual_kind
+    # Another run than the one that was asked for must not take place with a note.
+    assert not says.get("gpu") or says["kind"] not in CHANGES_THE_RUN, f"{field.name} changes numbers"
+    found = {"nargs": nargs, "choices": choices, **says}
+    return Setting(
+        dest=field.name, names=names + aliases, value_type=value_type, default=default, annotation=hint,
+        is_path=is_path, **found,
+    )  # fmt: skip
 
 
 def _value_type(hint: Any) -> tuple[type, str | None, tuple[Any, ...] | None]:

@@ -75,9 +75,9 @@ class Setting:
     dest: str
     """Name of the config field, upstream's `dest`."""
     names: tuple[str, ...]
-    """Spellings that store the value (a switch: True)."""
+    """Spellings that store the value (a switch: True). The first is the one we print."""
     off_names: tuple[str, ...] = ()
-    """Spellings that store False."""
+    """Spellings that store False. A field that is on by default gets `--no-x` and `--disable-x` without any."""
     value_type: type = str
     """bool for a switch, otherwise the type of the value or of each value."""
     nargs: int | str | None = None
@@ -85,23 +85,35 @@ class Setting:
     choices: tuple[Any, ...] | None = None
     default: Any = None
     parse: Callable[[str], Any] | None = None
+    """Text to value; raises ValueError with a sentence."""
     minimum: float | None = None
     maximum: float | None = None
     above: float | None = None
+    """Exclusive lower bound."""
     example: Any = None
+    """A value for the sentence "--x is missing; ... for example --x 12". A field with an example must be given."""
     unit: str | None = None
+    """tokens, samples, iterations, seconds, bytes, ..."""
     status: Status = "works"
     explanation: str = ""
-    """planned: the coming capability; not supported: the reason."""
+    """planned, and planned choices: the coming capability; not supported: the reason."""
     alternative: str = ""
     """What to do instead, as an imperative."""
     neutral: tuple[Any, ...] = ()
     """Values that ask for what happens anyway, accepted whatever the status; the default is always one."""
     planned_choices: tuple[Any, ...] = ()
+    """Values among the choices that belong to a coming capability and are refused until then."""
     unsupported_choices: tuple[Any, ...] = ()
+    """Values among the choices that upstream knows and this system does not plan to have."""
     kind: FieldKind | None = None
     needs: tuple[Needs, ...] = ()
+    """All of them must be met for the field to have an effect; the first that is not is named."""
     gpu: tuple[NeedsGPU, ...] = ()
+    """What of it only a CUDA device can do. A run on the CPU goes on without, with a note."""
+    metavar: str | tuple[str, ...] | None = None
+    """What stands for the value in the help."""
+    hidden: bool = False
+    """True for a field without a flag: derived, or set by code."""
     annotation: Any = Any
     """The field's type as a whole."""
     is_path: bool = False

@@ -29,7 +29,7 @@ class OptimizerConfig(CheckedConfig):
     optimizer: str = flag(
         "adam", choices=(*RULES, "dist_muon", "adaptive_muon"),
         planned_choices=("adaptive_muon",),
-        coming="the remaining optimizers", kind="numerics")  # fmt: skip
+        explanation="the remaining optimizers", kind="numerics")  # fmt: skip
     """Update rule: adam is AdamW (Loshchilov and Hutter, 2019), sgd has momentum, lion is Chen et al. (2023), muon
     orthogonalises the updates of matrices (Jordan et al., 2024); dist_muon is muon with the distributed optimizer; soap
     is Adam in the eigenbasis of Shampoo's preconditioners for matrices (Vyas et al., 2024), adam for the rest."""
@@ -107,11 +107,11 @@ class OptimizerConfig(CheckedConfig):
     """Number format of the main parameters in a --bf16 or --fp16 run."""
     exp_avg_dtype: str = flag(
         "fp32", choices=("fp32", "fp16", "bf16", "fp8"), planned_choices=("fp16", "fp8"),
-        coming="scaled optimizer state", kind="numerics")  # fmt: skip
+        explanation="scaled optimizer state", kind="numerics")  # fmt: skip
     """Number format of the first moment."""
     exp_avg_sq_dtype: str = flag(
         "fp32", choices=("fp32", "fp16", "bf16", "fp8"), planned_choices=("fp16", "fp8"),
-        coming="scaled optimizer state", kind="numerics")  # fmt: skip
+        explanation="scaled optimizer state", kind="numerics")  # fmt: skip
     """Number format of the second moment."""
     optimizer_cpu_offload: bool = flag(
         False,

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import csv
-import dataclasses
 import functools
 import inspect
 import re
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from megatron.core.config_base import flag_spec, get_settings
+from megatron.core.config_base import get_settings
 from megatron.core.flag_texts import decimal, integer, layer_pattern, window
 from megatron.core.setting import FieldKind, Setting, Status, describe_type_problem, find_value_problem
 
@@ -32,7 +31,6 @@ from megatron.core.setting import FieldKind, Setting, Status, describe_type_prob
 class Flag(Setting):
     """A setting as the help and the documentation show it."""
 
-    metavar: str | tuple[str, ...] | None = None
     group: str = ""
     """Heading in the help: what the flags of one class have in common."""
     config: str | None = None
@@ -50,17 +48,10 @@ def flags_of(config_class: type, config: str) -> Iterator[Flag]:
     """Yield a Flag for every field of the config that is not hidden."""
     # The class that declares a field names its group in the help, also where another config inherits it.
     owners = {name: cls for cls in reversed(config_class.__mro__) for name in vars(cls).get("__annotations__", {})}
-    settings = get_settings(config_class)
-    for field in dataclasses.fields(config_class):
-        spec, owner = flag_spec(field), owners[field.name]
-        if not spec.hidden:
-            yield Flag(
-                **vars(settings[field.name]),
-                metavar=spec.metavar,
-                group=_read_heading(owner),
-                config=config,
-                owner=owner,
-            )
+    for name, setting in get_settings(config_class).items():
+        if not setting.hidden:
+            owner = owners[name]
+            yield Flag(**vars(setting), group=_read_heading(owner), config=config, owner=owner)
 
 
 @functools.cache
