@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,11 @@ class BoxReader:
     def read_whole(self, key: str) -> Tensor:
         """A whole tensor. Raises CheckpointError."""
         return self.read_region(key, tuple((0, size) for size in self.find(key).size))
+
+    def read_boxes(self, key: str) -> Iterator[tuple[Box, Tensor]]:
+        """Yield the boxes that a tensor was saved in, each with its values. Raises CheckpointError."""
+        for chunk in self.find(key).chunks:
+            yield tuple(zip(chunk.offsets, chunk.sizes, strict=True)), self.read_chunk(key, chunk)
 
     def read_chunk(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
         """The values of one saved box. Raises CheckpointError."""

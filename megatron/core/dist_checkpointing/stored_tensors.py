@@ -14,11 +14,11 @@ torch's restricted unpickler.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -47,24 +47,19 @@ OUR_FORMAT = "torch_dist"
 """`StoredCheckpoint.format` of what this program saves for itself."""
 
 
-class StoredTensor(Protocol):
-    """A tensor in a file."""
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in files; reading it raises CheckpointError."""
 
-    @property
-    def key(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def valid_rows(self) -> int | None:
-        """Rows of dimension 0 that mean something; None for all of them."""
-
-    def boxes(self) -> Iterator[tuple[Box, Tensor]]:
-        """The boxes it was saved in, each with its values. Raises CheckpointError."""
-
-    def read(self) -> Tensor:
-        """The whole tensor. Raises CheckpointError."""
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: Callable[[], Iterator[tuple[Box, Tensor]]]
+    """The boxes it was saved in, each with its values."""
+    read: Callable[[], Tensor]
+    """The whole tensor."""
+    valid_rows: int | None = None
+    """Rows of dimension 0 that mean something; None for all of them."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +137,16 @@ def _open_torch_dist(path: Path) -> StoredCheckpoint:
     is_ours = manifest is not None and f"{TENSORS_DOCUMENT}.json" in manifest.files
     valid_rows = read_valid_rows(path) if is_ours else {}
     entries = metadata.state_dict_metadata
-    tensors: list[StoredTensor] = [
-        _Shards(path, key, entry, metadata, valid_rows.get(key))
+    reader = BoxReader(path, metadata)
+    tensors = [
+        StoredTensor(
+            key,
+            tuple(entry.size),
+            entry.properties.dtype,
+            functools.partial(reader.read_boxes, key),
+            functools.partial(reader.read_whole, key),
+            valid_rows.get(key),
+        )
         for key, entry in sorted(entries.items())
         if isinstance(entry, TensorStorageMetadata)
     ]
@@ -164,39 +167,12 @@ def _name_other(path: Path, metadata: Metadata) -> str:
     return "of torch.distributed.checkpoint" if found is None else f"{found} (upstream)"
 
 
-@dataclass(frozen=True)
-class _Shards:
-    """A tensor in the files of all processes."""
-
-    directory: Path
-    key: str
-    entry: TensorStorageMetadata
-    metadata: Metadata
-    valid_rows: int | None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.entry.size)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.entry.properties.dtype
-
-    def boxes(self) -> Iterator[tuple[Box, Tensor]]:
-        for chunk in self.entry.chunks:
-            box = tuple(zip(chunk.offsets, chunk.sizes, strict=True))
-            yield box, BoxReader(self.directory, self.metadata).read_chunk(self.key, chunk)
-
-    def read(self) -> Tensor:
-        return BoxReader(self.directory, self.metadata).read_whole(self.key)
-
-
 # ---- torch
 
 
 def _open_legacy(path: Path) -> StoredCheckpoint:
     found = open_legacy(path)
-    tensors: list[StoredTensor] = [_Whole(key, found.tensors[key]) for key in sorted(found.tensors)]
+    tensors = [_stored(key, found.tensors[key]) for key in sorted(found.tensors)]
     return StoredCheckpoint(
         found.path,
         "torch (upstream)",
@@ -207,24 +183,7 @@ def _open_legacy(path: Path) -> StoredCheckpoint:
     )
 
 
-@dataclass(frozen=True)
-class _Whole:
+def _stored(key: str, data: LazyTensor) -> StoredTensor:
     """A tensor that is put together from the files of all ranks when it is used."""
-
-    key: str
-    data: LazyTensor
-    valid_rows: int | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.data.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.data.dtype
-
-    def boxes(self) -> Iterator[tuple[Box, Tensor]]:
-        yield tuple((0, size) for size in self.shape), self.data.read()
-
-    def read(self) -> Tensor:
-        return self.data.read()
+    box = tuple((0, size) for size in data.shape)
+    return StoredTensor(key, data.shape, data.dtype, lambda: iter([(box, data.read())]), data.read)
