@@ -42,7 +42,7 @@ from megatron.core.errors import (
 )
 from megatron.planner.step_memory import predict_step_memory
 from megatron.training.config.container import RunConfig
-from megatron.training.flags.argument import FlagParser
+from megatron.training.flags.argument import ProgramParser
 from megatron.training.recipes.gpt import build_gpt_recipe
 from megatron.training.run import Hook, Phase, Run, Step
 
@@ -442,7 +442,7 @@ def tune(arguments: argparse.Namespace, words: Sequence[str]) -> dict[str, Any]:
 
 @command_line
 def main() -> int:
-    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = ProgramParser(__doc__)
     parser.add_argument("--trial-steps", type=int, default=5, help="steps that count in each trial (default: 5)")
     parser.add_argument("--warm-up-steps", type=int, default=2, help="steps before them (default: 2)")
     parser.add_argument("--minutes", type=float, default=30.0, help="after which no trial begins (default: 30)")

@@ -16,16 +16,12 @@ import argparse
 from megatron.core.byte_progress import ByteProgress
 from megatron.core.errors import ConfigError, command_line
 from megatron.core.paths import explain_no_directory
-from megatron.training.flags.argument import FlagParser, path
+from megatron.training.flags.argument import ProgramParser, path
 
 
-def make_parser() -> FlagParser:
+def make_parser() -> ProgramParser:
     """Build the parser of the command line."""
-    parser = FlagParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = ProgramParser(__doc__)
     parser.add_argument("--load", required=True, type=path, metavar="DIR", help="directory of the run's checkpoints")
     parser.add_argument("--save", required=True, type=path, metavar="DIR", help="directory for the new checkpoint")
     chosen = parser.add_mutually_exclusive_group(required=True)
@@ -34,7 +30,6 @@ def make_parser() -> FlagParser:
     parser.add_argument(
         "--weights", nargs="+", type=float, metavar="W", help="of each, oldest first with --last; alike"
     )
-    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     return parser
 
 

@@ -10,7 +10,6 @@ run with --load would take. Exit code 0: nothing is wrong; 1: there are problems
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 from pathlib import Path
@@ -18,19 +17,18 @@ from typing import TYPE_CHECKING
 
 from megatron.core.byte_progress import ByteProgress
 from megatron.core.errors import command_line, format_bytes
-from megatron.training.flags.argument import FlagParser, path
+from megatron.training.flags.argument import ProgramParser, path
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.diagnosis import Diagnosis
 
 
-def make_parser() -> FlagParser:
+def make_parser() -> ProgramParser:
     """Build the parser of the command line."""
-    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = ProgramParser(__doc__)
     parser.add_argument("path", type=path, metavar="DIR", help="the directory of --save or --load, or one checkpoint")
     parser.add_argument("--quick", action="store_true", help="compare sizes only; do not read the files")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     return parser
 
 

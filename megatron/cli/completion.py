@@ -9,14 +9,13 @@ the flags that work are completed, and after one of them its values; elsewhere f
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 from collections.abc import Iterator
 
 from megatron.cli.commands import COMMANDS
 from megatron.core.errors import command_line
-from megatron.training.flags.argument import FlagParser
+from megatron.training.flags.argument import ProgramParser
 from megatron.training.flags.declarations import declared_flags, program_flags
 from megatron.training.flags.flag import Flag
 from megatron.training.recipes.presets import PRESETS
@@ -84,7 +83,7 @@ def format_completion(shell: str) -> str:
 @command_line
 def main() -> int:
     """Print the script for the shell that the command line names."""
-    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = ProgramParser(__doc__)
     parser.add_argument("shell", choices=("bash", "zsh"))
     sys.stdout.write(format_completion(parser.parse_args().shell))
     return 0

@@ -21,14 +21,13 @@ changes; pretrain_gpt.py --load DIR --ckpt-convert-format keeps it.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from megatron.core.errors import ConfigError, MegatronError, command_line
 from megatron.hf.convert import convert, parse_arguments
+from megatron.training.flags.argument import ProgramParser
 
 _OURS = ("core", "mcore", "megatron")
 LOADERS = dict.fromkeys(_OURS, "megatron") | dict.fromkeys(("llama_mistral", "mixtral_hf", "hf"), "hf")
@@ -52,14 +51,9 @@ _NAMES_HERE = {
 """What this command line calls flags that an error of the conversion may name."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see python tools/checkpoint/convert.py --help")
-
-
 def translate(argv: Sequence[str]) -> list[str]:
     """The command line of python -m megatron.bridge.convert. A mistake in ours raises ConfigError."""
-    parser = _Parser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ProgramParser(__doc__, see="python tools/checkpoint/convert.py --help")
     add = parser.add_argument
     add("--model-type", required=True, help="GPT")
     add("--loader", default="core", help=", ".join(LOADERS))

@@ -12,12 +12,11 @@ tokens_dropped, expert_bias, and the auxiliary losses, such as load_balancing_lo
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from megatron.cli.heat_map import FILE_NAME, draw, read_metrics
 from megatron.core.errors import ConfigError, command_line
-from megatron.training.flags.argument import FlagParser, path
+from megatron.training.flags.argument import ProgramParser, path
 
 
 def read_history(file: Path, metric: str) -> tuple[list[int], dict[int, list[float]]]:
@@ -44,7 +43,7 @@ def read_history(file: Path, metric: str) -> tuple[list[int], dict[int, list[flo
 @command_line
 def main() -> int:
     """Read, then draw in the terminal or into a file."""
-    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = ProgramParser(__doc__)
     parser.add_argument("directory", type=path, metavar="METRICS_DIR")
     parser.add_argument("--metric", default="expert_load", help="default: expert_load")
     parser.add_argument("--output", type=path, metavar="FILE", help=".png, .svg or .pdf")

@@ -12,7 +12,6 @@ fp8_underflow. A layer that fell back to 16 bits has no values from there on, an
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 import math
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from typing import Any
 
 from megatron.cli.heat_map import FILE_NAME, draw, read_metrics
 from megatron.core.errors import ConfigError, command_line
-from megatron.training.flags.argument import FlagParser, path
+from megatron.training.flags.argument import ProgramParser, path
 
 METRICS = ("fp8_sqnr", "fp8_amax", "fp8_overflow", "fp8_underflow")
 OPERANDS = ("input", "weight", "grad")
@@ -64,7 +63,7 @@ def _read_number(value: Any) -> float:
 @command_line
 def main() -> int:
     """Read, then draw in the terminal or into a file."""
-    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = ProgramParser(__doc__)
     parser.add_argument("directory", type=path, metavar="METRICS_DIR")
     parser.add_argument("--metric", default="fp8_sqnr", choices=METRICS, help="default: fp8_sqnr")
     parser.add_argument("--operand", choices=OPERANDS, help="default: all three")

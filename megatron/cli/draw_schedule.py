@@ -24,7 +24,7 @@ from megatron.core.mesh import DEFERS_WEIGHT_GRADIENTS, VirtualStages
 from megatron.core.optional_deps import require
 from megatron.core.pipeline_parallel.schedules import ScheduleName, build_tables
 from megatron.core.pipeline_parallel.timelines import Costs, Event, Timeline, read_trace, simulate
-from megatron.training.flags.argument import FlagParser, path
+from megatron.training.flags.argument import ProgramParser, path
 
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 COLOURS = {"F": ("#4c78a8", "#9ecae9"), "B": ("#54a24b", "#a8d8a0"), "W": ("#b279a2", "#dcbfd6")}
@@ -223,11 +223,7 @@ def _draw(axis: Any, drawing: Drawing, ranks: int, longest: float, points_per_un
 
 def read_arguments(argv: list[str]) -> argparse.Namespace:
     """The command line. Raises ConfigError for numbers that make no pipeline."""
-    parser = FlagParser(
-        description="Draw a pipeline schedule.",
-        allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = ProgramParser("Draw a pipeline schedule.", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--schedule", choices=[*SCHEDULES, "all"], default="1f1b", help="which schedule")
     parser.add_argument("--stages", type=int, default=4, help="processes in a row")
     parser.add_argument("--microbatches", type=int, default=8, help="microbatches in a step")

@@ -11,14 +11,13 @@ documentation of its environment variables, torch's of TORCH_NCCL_..., and that 
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from megatron.core.errors import ConfigError, command_line
-from megatron.training.flags.argument import FlagParser
+from megatron.training.flags.argument import ProgramParser
 
 Network = Literal["nvlink", "infiniband", "efa", "ethernet"]
 NETWORKS: dict[Network, str] = {
@@ -83,7 +82,7 @@ def find_network() -> Network:
 @command_line
 def main() -> int:
     """Print the variables."""
-    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = ProgramParser(__doc__)
     parser.add_argument("--network", choices=NETWORKS, help="; ".join(f"{k}: {v}" for k, v in NETWORKS.items()))
     parser.add_argument("--interface", metavar="NAME", help="network interface of the nodes' addresses, such as eth0")
     parser.add_argument("--adapters", metavar="NAMES", help="InfiniBand adapters of the GPUs, such as mlx5_0,mlx5_1")

@@ -16,11 +16,11 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from megatron.cli.chat import History, Messages, Text, read_lines, talk
 from megatron.core.errors import ConfigError, command_line
-from megatron.training.flags.argument import path
+from megatron.training.flags.argument import ProgramParser, path
 
 if TYPE_CHECKING:
     from megatron.core.inference.sampling import Sampling
@@ -34,7 +34,7 @@ _UNKNOWN_LENGTH = 2048
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The command line. A mistake in it raises ConfigError."""
-    parser = _Parser(description="Continue texts with a trained model.", allow_abbrev=False)
+    parser = ProgramParser("Continue texts with a trained model.", see="generate.py --help")
     add = parser.add_argument_group("what to continue").add_argument
     add("--load", metavar="DIR", required=True, type=path, help="directory of checkpoints, or one iter_ directory")
     add("--ckpt-step", metavar="N", type=int, help="iteration to load (the latest)")
@@ -55,7 +55,6 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--speculate", action="store_true", help=help)
     add("--bf16", action="store_true", help="compute in bfloat16: half the memory; rounding may decide between tokens")
     add("--no-kv-cache", action="store_true", help="compute every position anew for every token: slow, for checks")
-    add("--traceback", action="store_true", help="show where in the program an error was found")
     return parser.parse_args(argv)
 
 
@@ -165,11 +164,6 @@ def hold_conversation(arguments: argparse.Namespace) -> None:
 
     with open_speculation(arguments, trained) as speculation:
         talk(history, answer, read_lines())
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see generate.py --help")
 
 
 @command_line

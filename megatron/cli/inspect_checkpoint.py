@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.core.byte_progress import ByteProgress
 from megatron.core.errors import ConfigError, command_line, format_bytes
-from megatron.training.flags.argument import FlagParser, path
+from megatron.training.flags.argument import ProgramParser, path
 
 if TYPE_CHECKING:
     import torch
@@ -34,13 +34,9 @@ _DOCUMENTS = {"settings": "config", "state": "state"}
 _LISTED_SETTINGS = 40
 
 
-def make_parser() -> FlagParser:
+def make_parser() -> ProgramParser:
     """Build the parser of the command line."""
-    parser = FlagParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = ProgramParser(__doc__)
     parser.add_argument("path", nargs="?", type=path, metavar="PATH", help="a checkpoint, or a directory of them")
     parser.add_argument("--diff", nargs=2, type=path, metavar=("A", "B"), help="compare two checkpoints")
     parser.add_argument("--iteration", type=int, metavar="N", help="which one of a directory of checkpoints")
@@ -49,7 +45,6 @@ def make_parser() -> FlagParser:
     parser.add_argument("--all", action="store_true", help="a line for every tensor, also of layers that are alike")
     parser.add_argument("--config", action="store_true", help="print the run's settings, too")
     parser.add_argument("--json", action="store_true", help="print JSON: every tensor, state and settings")
-    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     return parser
 
 

@@ -11,14 +11,13 @@ worse there.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron.core.errors import ConfigError, DataError, command_line
-from megatron.training.flags.argument import FlagParser, path
+from megatron.training.flags.argument import ProgramParser, path
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -80,7 +79,7 @@ def list_bins(length: int) -> list[tuple[int, int]]:
 @command_line
 def main() -> int:
     """Load the model, read the data, print the table."""
-    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = ProgramParser(__doc__)
     parser.add_argument("--load", metavar="DIR", required=True, type=path, help="directory of checkpoints")
     parser.add_argument("--ckpt-step", metavar="N", type=int, help="iteration to load (the latest)")
     source = parser.add_mutually_exclusive_group(required=True)

@@ -8,23 +8,18 @@ The result has the bytes that preprocessing all the text at once would have writ
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 
 from megatron.core.datasets.merging import merge, order_surprise, prefixes_in
 from megatron.core.datasets.preprocessing.output import output_lock
 from megatron.core.errors import command_line
-from megatron.training.flags.argument import FlagParser, path_text
+from megatron.training.flags.argument import ProgramParser, path_text
 
 
-def make_parser() -> FlagParser:
+def make_parser() -> ProgramParser:
     """Build the parser of the command line."""
-    parser = FlagParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = ProgramParser(__doc__)
     parser.add_argument(
         "--input",
         nargs="+",
@@ -39,7 +34,6 @@ def make_parser() -> FlagParser:
     )
     parser.add_argument("--multimodal", action="store_true", help="the datasets hold a mode per sequence")
     parser.add_argument("--overwrite", action="store_true", help="replace existing output")
-    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     return parser
 
 

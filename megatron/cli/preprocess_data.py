@@ -17,7 +17,6 @@ import os
 import signal
 import sys
 from types import FrameType
-from typing import NoReturn
 
 from megatron.core.datasets.preprocessing.job import (
     PreprocessOptions,
@@ -28,7 +27,7 @@ from megatron.core.datasets.preprocessing.job import (
 from megatron.core.errors import ConfigError, command_line
 from megatron.core.tokenizers.build import tokenizer_from
 from megatron.training.config.data import TokenizerConfig
-from megatron.training.flags.argument import TokenizerFlags, ToolHelpFormatter, path_text
+from megatron.training.flags.argument import ProgramParser, TokenizerFlags, ToolHelpFormatter, path_text
 
 SEARCH_DOCUMENTS = 100_000
 # Accepted, so that the flags of a training run can be handed over as they are.
@@ -42,31 +41,24 @@ WITHOUT_EFFECT = (
 """Flags of the model and of conversations; token files do not depend on them."""
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse whose complaints are ConfigErrors, with the nearest known flag."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see --help")
-
-    def unknown(self, arguments: list[str]) -> ConfigError:
-        """Return the error for arguments that no flag takes."""
-        known = sorted(self._option_string_actions)
-        problems = []
-        for argument in arguments:
-            name = argument.partition("=")[0]
-            if name.startswith("--"):
-                # Flags written with underscores are the commonest mistake.
-                near = difflib.get_close_matches(name.replace("_", "-"), known, n=1)
-                problems.append(f"{name} is not a flag of this tool" + (f"; did you mean {near[0]}?" if near else ""))
-        return ConfigError(problems or f"{arguments[0]!r} does not belong to any flag")
+def _explain_unknown(parser: ProgramParser, arguments: list[str]) -> ConfigError:
+    """The error for arguments that no flag takes, with the nearest known flag."""
+    known, problems = sorted(parser._option_string_actions), []
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if name.startswith("--"):
+            # Flags written with underscores are the commonest mistake.
+            near = difflib.get_close_matches(name.replace("_", "-"), known, n=1)
+            problems.append(f"{name} is not a flag of this tool" + (f"; did you mean {near[0]}?" if near else ""))
+    return ConfigError(problems or f"{arguments[0]!r} does not belong to any flag")
 
 
-def make_parser() -> Parser:
+def make_parser() -> ProgramParser:
     """Build the parser of the command line, without the flags of the tokenizer."""
-    parser = Parser(
-        description=__doc__,
+    parser = ProgramParser(
+        __doc__,
+        see="--help",
         formatter_class=ToolHelpFormatter,
-        allow_abbrev=False,
         usage="%(prog)s --input FILE --output-prefix PREFIX --workers N [--flag value ...]",
     )
     data = parser.add_argument_group("input")
@@ -137,13 +129,12 @@ def make_parser() -> Parser:
         "--workers-to-check", nargs="+", type=int, default=[16, 32, 64], metavar="N", help="(default: 16 32 64)"
     )
     run.add_argument("--max-documents", type=int, metavar="N", help="with the search for workers (default: 100000)")
-    run.add_argument("--traceback", action="store_true", help="show where an error came from")
     # Upstream's tool knows it; here it belongs to the model, and a note says that it has no effect.
     run.add_argument("--make-vocab-size-divisible-by", help=argparse.SUPPRESS)
     return parser
 
 
-def parse_arguments(argv: list[str], parser: Parser) -> tuple[argparse.Namespace, TokenizerConfig]:
+def parse_arguments(argv: list[str], parser: ProgramParser) -> tuple[argparse.Namespace, TokenizerConfig]:
     """The arguments, and those of the tokenizer. Raises ConfigError for unknown and unusable ones."""
     tokenizer = TokenizerFlags(parser)
     argv = tokenizer.translated(argv)
@@ -152,10 +143,10 @@ def parse_arguments(argv: list[str], parser: Parser) -> tuple[argparse.Namespace
         item for item in argv if item.startswith("--") and item.partition("=")[0] not in parser._option_string_actions
     ]
     if unknown:
-        raise parser.unknown(unknown)
+        raise _explain_unknown(parser, unknown)
     arguments, rest = parser.parse_known_args(argv)
     if rest:
-        raise parser.unknown(rest)
+        raise _explain_unknown(parser, rest)
     given = {item.partition("=")[0] for item in argv}
     notes = [f"{name} has no effect here: token files do not depend on it" for name in WITHOUT_EFFECT if name in given]
     if not arguments.split_sentences:

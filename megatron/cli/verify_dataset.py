@@ -22,7 +22,7 @@ from megatron.core.datasets.inspection import DatasetFacts, check_vocabulary, do
 from megatron.core.errors import DataError, MegatronError, command_line, report_error
 from megatron.core.tokenizers.build import tokenizer_from
 from megatron.training.config.data import TokenizerConfig
-from megatron.training.flags.argument import FlagParser, TokenizerFlags, ToolHelpFormatter, path_text
+from megatron.training.flags.argument import ProgramParser, TokenizerFlags, ToolHelpFormatter, path_text
 
 if TYPE_CHECKING:
     from megatron.core.tokenizers.base import Tokenizer
@@ -30,13 +30,9 @@ if TYPE_CHECKING:
 _LONGEST_SHOWN = 400  # characters of a decoded document
 
 
-def make_parser() -> FlagParser:
+def make_parser() -> ProgramParser:
     """Build the parser of the command line, without the flags of the tokenizer."""
-    parser = FlagParser(
-        description=__doc__,
-        formatter_class=ToolHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = ProgramParser(__doc__, formatter_class=ToolHelpFormatter)
     parser.add_argument(
         "--input", nargs="+", required=True, type=path_text, metavar="PREFIX", help="paths without .bin/.idx"
     )
@@ -44,7 +40,6 @@ def make_parser() -> FlagParser:
     parser.add_argument("--decode", type=int, metavar="N", default=0, help="show the first N documents as text")
     parser.add_argument("--document", type=int, metavar="N", help="show document N as text, counted from 0")
     parser.add_argument("--multimodal", action="store_true", help="the datasets hold a mode per sequence")
-    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     return parser
 
 

@@ -13,13 +13,14 @@ from __future__ import annotations
 import os
 import sys
 
-from megatron.cli.preprocess_data import Parser, build_options, make_parser, parse_arguments
+from megatron.cli.preprocess_data import build_options, make_parser, parse_arguments
 from megatron.core.datasets.preprocessing.verification import Verified, verify_tokenization
 from megatron.core.errors import command_line
 from megatron.core.tokenizers.build import tokenizer_from
+from megatron.training.flags.argument import ProgramParser
 
 
-def make_verification_parser() -> Parser:
+def make_verification_parser() -> ProgramParser:
     """Build the parser of preprocess_data.py with --documents."""
     parser = make_parser()
     parser.prog, parser.description = "verify_tokenization.py", __doc__

@@ -26,6 +26,20 @@ class FlagParser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
+class ProgramParser(FlagParser):
+    """The parser of a program: its description as it is written, whole flags only, and --traceback."""
+
+    def __init__(self, description: str | None, *, see: str = "", **settings: Any) -> None:
+        """see: where a complaint refers to, such as `generate.py --help`."""
+        settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(description=description, allow_abbrev=False, **settings)
+        self.see = f"; see {see}" if see else ""
+        self.add_argument("--traceback", action="store_true", help="show where an error came from")
+
+    def error(self, message: str) -> NoReturn:
+        super().error(message + self.see)
+
+
 def path_text(text: str) -> str:
     """Accept what names a file or a directory: the argparse type of a tool's own flags. Raises ArgumentTypeError for an
     empty text, which a config refuses for its fields of type PathText."""
