@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron.core.device import make_communication_options
 from megatron.core.mesh import RankGrid
-from megatron.core.traffic import Traffic
+from megatron.core.traffic import Meter
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,12 @@ class SingleRankGroup:
 
 @dataclass(frozen=True, eq=False)
 class MeteredGroup:
-    """A group whose members count what they send over it, as traffic of an axis. Collectives see the group inside."""
+    """A group whose members tell a meter what they send over it, as traffic of an axis. Collectives see the group
+    inside."""
 
     group: dist.ProcessGroup
     axis: str
-    traffic: Traffic
+    traffic: Meter
 
     def size(self) -> int:
         """Number of members."""
@@ -268,14 +269,14 @@ class ProcessGroupCollection:
         """Whether a collection was set."""
         return ProcessGroupCollection._current is not None
 
-    def metered(self, traffic: Traffic) -> ProcessGroupCollection:
-        """The same groups, which from now on count into `traffic`."""
+    def metered(self, choose: Callable[[dist.ProcessGroup, str], Meter]) -> ProcessGroupCollection:
+        """The same groups, each of which from now on tells its calls to a meter. choose: (group, axis) -> meter."""
 
         def meter(group: Any, axis: str) -> Any:
             if isinstance(group, tuple):
                 return tuple(meter(member, axis) for member in group)
             # Only plain groups: one that is metered already would be counted twice, and the others send nothing.
-            return MeteredGroup(group, axis, traffic) if isinstance(group, dist.ProcessGroup) else group
+            return MeteredGroup(group, axis, choose(group, axis)) if isinstance(group, dist.ProcessGroup) else group
 
         return dataclasses.replace(
             self, **{field: meter(getattr(self, field), r.traffic) for field, r in _ROWS.items()}

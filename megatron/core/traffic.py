@@ -15,9 +15,16 @@ A library may send more. Small Python objects and barriers are not counted.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Literal
+from typing import Literal, Protocol
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send"]
+
+
+class Meter(Protocol):
+    """What a group tells of each of its collectives."""
+
+    def add(self, axis: str, kind: Kind, tensor_bytes: int, members: int) -> None:
+        """Take note of one call; see Traffic.add."""
 
 
 class Traffic:

@@ -8,7 +8,7 @@ import enum
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from megatron.training.metrics import Metrics, Row
 
@@ -248,6 +248,22 @@ Step = Callable[[Run, "Iterator[Batch]"], None]
 """One iteration: a step on the next microbatches, with the moments before and after it."""
 
 
+class StepWatch(Protocol):
+    """What wants to know where a run is, to find out when it hangs (launch/hang_watch.py)."""
+
+    def begin_step(self, iteration: int) -> None:
+        """An iteration, counted from 1, begins."""
+
+    def count(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same micro-batches, each of which it notes."""
+
+    def end_step(self) -> float | None:
+        """The iteration is over; the limit in seconds where it follows from the steps so far, once."""
+
+    def close(self) -> None:
+        """The run is over."""
+
+
 @dataclass(frozen=True)
 class HookContext:
     """What `Hook.build` is given beside the settings."""
@@ -256,6 +272,8 @@ class HookContext:
     """What depends on the kind of model."""
     traffic: Traffic
     """What --log-comm-volume has counted."""
+    watch: StepWatch | None = None
+    """What tells when the job is hung; None for one process, and with --hang-timeout 0."""
 
 
 # The order is what makes two guarantees: a value is written before anything acts on it, and everything has acted before

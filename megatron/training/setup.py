@@ -64,13 +64,14 @@ def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[H
     check_loader_processes(config.data)
     # Groups that count must be in place before anything is built: modules keep the groups that they are handed.
     traffic = Traffic()
-    if config.logger.log_comm_volume:
-        process = meter_groups(process, traffic, recipe)
+    process = meter_groups(config, process, traffic, recipe)
     # Before anything that takes long: a --save that cannot be written, or that another run writes to.
     save_locks = prepare_save(config.checkpoint, process.groups.world)
     try:
         prepare_foreign_save(config, recipe, process.groups.world)
-        run = build_run(config, process, recipe, [*build_hooks(config, HookContext(recipe, traffic)), *hooks])
+        run = build_run(
+            config, process, recipe, [*build_hooks(config, HookContext(recipe, traffic, process.watch)), *hooks]
+        )
         run.save_locks = save_locks
         # Last, because it writes into the memory of everything in the run: weights, optimizer, schedule, progress,
         # hooks.
@@ -323,17 +324,26 @@ def build_timers(config: RunConfig, process: Process) -> Timers:
     return Timers(logger.timing_log_level, synchronizes=True, barrier_group=process.groups.world if waits else None)
 
 
-def meter_groups(process: Process, traffic: Traffic, recipe: Recipe) -> Process:
-    """The process with groups that count. Raises ConfigError for a model that is not handed its groups."""
+def meter_groups(config: RunConfig, process: Process, traffic: Traffic, recipe: Recipe) -> Process:
+    """The process with groups that tell of their calls where somebody listens: the log, or the watch for hangs. Raises
+    ConfigError for a model that is not handed its groups where all must be counted."""
+    counts, watch = config.logger.log_comm_volume, process.watch
     # A model that fetches its groups from elsewhere would communicate uncounted, and the report would be wrong rather
     # than missing.
     parameters = inspect.signature(recipe.build_model).parameters
-    if "pg_collection" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+    if counts and "pg_collection" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         raise ConfigError(
             "--log-comm-volume counts in the process groups that the model is handed: give model_provider the "
             "parameter pg_collection, and hand it on to the model"
         )
-    return dataclasses.replace(process, groups=process.groups.metered(traffic))
+    inner = traffic if counts else None
+    if watch is not None:
+        return dataclasses.replace(
+            process, groups=process.groups.metered(functools.partial(watch.build_meter, inner=inner))
+        )
+    if inner is not None:
+        return dataclasses.replace(process, groups=process.groups.metered(lambda group, axis: traffic))
+    return process
 
 
 def describe_machine(process: Process) -> str:

@@ -19,6 +19,7 @@ from megatron.training.hooks.evaluation import EvaluationHook, NonLossDataHook
 from megatron.training.hooks.exits import ExitHook
 from megatron.training.hooks.fp8_measures import FP8Hook
 from megatron.training.hooks.guards import NonFiniteHook, OutlierHook
+from megatron.training.hooks.hangs import HangWatchHook
 from megatron.training.hooks.housekeeping import CollectiveTimeoutHook, FreeMemoryHook, GarbageCollectionHook
 from megatron.training.hooks.iterations import SkipIterationsHook
 from megatron.training.hooks.measures import (
@@ -43,7 +44,7 @@ HOOKS: tuple[type[Hook], ...] = (
     # Phase.MEASURE; values appear in the log in this order
     StepHook, PredictionHook,
     ZerosHook, ExpertsHook, AttentionLogitsHook, FP8Hook, TrafficHook, BalanceHook, LayerNormsHook, EnergyHook,
-    TimingHook, MemoryHook, PipelineClockHook, NamedRangesHook, ProfilerHook, MemoryHistoryHook,
+    TimingHook, MemoryHook, PipelineClockHook, NamedRangesHook, ProfilerHook, MemoryHistoryHook, HangWatchHook,
     # Phase.WRITE
     ConsoleHook, MetricsFileHook, TensorBoardHook, WandbHook, ProgressHistoryHook,
     # Phase.CONTROL

@@ -34,6 +34,7 @@ from megatron.training.config.gpu_needs import replace_gpu_settings
 from megatron.training.flags.declarations import flags_by_spelling
 from megatron.training.flags.parser import ExtraFlags
 from megatron.training.flags.read import read_run_config
+from megatron.training.launch.hang_watch import HangWatch, build_hang_watch
 from megatron.training.launch.launch import Launch, add_world_size, read_launch
 from megatron.training.launch.presence import Presence
 from megatron.training.launch.rendezvous import StartupCheck, open_store
@@ -50,6 +51,8 @@ class Process:
     """What the device cannot do of the settings, and what takes its place."""
     presence: Presence | None = None
     """With several processes: which of them are still there."""
+    watch: HangWatch | None = None
+    """With several processes: what tells when the job is hung, and for whom it waits."""
 
 
 def initialize(config: RunConfig) -> Process:
@@ -82,7 +85,7 @@ def initialize(config: RunConfig) -> Process:
     # Before anybody is met: a layout that does not fit is refused by every rank alone, without a time-out.
     grid = build_rank_grid(config, launch.world_size)
     timeout = timedelta(minutes=config.distributed.distributed_timeout_minutes)
-    presence = None
+    presence = watch = None
     if launch.world_size > 1:
         backend = config.distributed.distributed_backend or device_module.choose_backend(device)
         store = open_store(launch, timeout.total_seconds())
@@ -101,6 +104,7 @@ def initialize(config: RunConfig) -> Process:
             timeout=timeout,
         )
         presence = Presence(launch, store)
+        watch = build_hang_watch(config, launch, store)
     groups = ProcessGroupCollection.build(grid, launch.rank, timeout, config.distributed.high_priority_stream_groups)
     made = connect_groups(groups, config, device)
     if made is not None:
@@ -109,7 +113,7 @@ def initialize(config: RunConfig) -> Process:
     groups.set_current()
     # Needs the groups: which random numbers a process draws depends on its place in the layout.
     set_seeds(config.model.seed, groups)
-    return Process(launch, device, groups, tuple(notes), presence)
+    return Process(launch, device, groups, tuple(notes), presence, watch)
 
 
 _USED_GROUPS = ("world", "tp", "pp", "cp", "hcp", "dp_cp", "mp", "optimizer_shards", "optimizer_copies")

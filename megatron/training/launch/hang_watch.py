@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""--hang-timeout, as each rank takes part in it: it keeps a progress record, and ends when the watcher of its host says
+that the job is hung."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from megatron.core.errors import TemporaryError, say, tell_launcher
+from megatron.core.process_groups_config import group_ranks
+from megatron.core.progress_record import ENDED, ProgressRecord
+from megatron.core.traffic import Meter
+from megatron.training.config.container import RunConfig
+from megatron.training.launch import hang_watcher
+from megatron.training.launch.launch import Launch
+
+T = TypeVar("T")
+_POLL_SECONDS = 0.25
+_PATIENCE_SECONDS = 3.0
+"""A run that is over before needs no watcher; one with a limit of its own gets it at once."""
+_FEW_STEPS = 10
+_SHORTEST_SECONDS = 60.0
+_USUAL_STEPS = 20.0
+"""A step that takes so many times as long as the longest of the first ones is taken for hung."""
+
+
+class HangWatch:
+    """Of this process. All that it does is for the watcher; no error of it ends a run."""
+
+    def __init__(
+        self, launch: Launch, store: dist.Store, seconds: float | None, most_seconds: float, save: str | None
+    ) -> None:
+        """seconds: --hang-timeout, None where it follows from the first steps; most_seconds: until then; save: where a
+        report is written. Raises OSError where records cannot be kept."""
+        self._launch, self._seconds, self._save = launch, seconds, save
+        self._directory = _agree_on_directory(launch, store)
+        self._path = self._directory / f"rank_{launch.rank}.progress"
+        self._record = ProgressRecord.make(self._path, launch.rank)
+        self._record.set_limit(most_seconds if seconds is None else seconds)
+        self._meters: dict[dist.ProcessGroup, Meter] = {}
+        self._stack_file = self._path.with_suffix(".stack").open("w")
+        # In C, without the interpreter lock: also where a thread holds it.
+        faulthandler.register(hang_watcher.STACK_SIGNAL, self._stack_file, all_threads=True)
+        self._ended = threading.Event()
+        self._steps = 0
+        self._longest_seconds = 0.0
+        self._began_at = 0.0
+        threading.Thread(target=self._listen, name="hang watch", daemon=True).start()
+
+    def build_meter(self, group: dist.ProcessGroup, axis: str, inner: Meter | None) -> Meter:
+        """Return what notes the collectives of a group, under the first axis that has it, and hands them on."""
+        if group not in self._meters:
+            self._meters[group] = self._record.build_meter(axis, group_ranks(group), inner)
+        return self._meters[group]
+
+    def begin_step(self, iteration: int) -> None:
+        """Note that an iteration begins."""
+        self._began_at = time.monotonic()
+        self._record.begin_step(iteration)
+
+    def count(self, batches: Iterator[T]) -> Iterator[T]:
+        """Yield the same micro-batches, and note each."""
+        for batch in batches:
+            self._record.take_microbatch()
+            yield batch
+
+    def end_step(self) -> float | None:
+        """Note that the iteration is over; return the limit in seconds where it follows from the steps so far, once."""
+        self._record.leave_step()
+        self._steps += 1
+        # The first one compiles and connects.
+        if self._steps > 1:
+            self._longest_seconds = max(self._longest_seconds, time.monotonic() - self._began_at)
+        if self._seconds is not None or self._steps != _FEW_STEPS:
+            return None
+        limit = max(_SHORTEST_SECONDS, _USUAL_STEPS * self._longest_seconds)
+        self._record.set_limit(limit)
+        return limit
+
+    def close(self) -> None:
+        """Leave in order."""
+        self._ended.set()
+        self._record.leave_step(ENDED)
+        faulthandler.unregister(hang_watcher.STACK_SIGNAL)
+        self._stack_file.close()
+        for path in (self._path, self._path.with_suffix(".stack")):
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not the last one of this host
+            self._directory.rmdir()
+
+    def _listen(self) -> None:
+        starts_at = time.monotonic() + (_PATIENCE_SECONDS if self._seconds is None else 0.0)
+        is_started = self._launch.local_rank != 0
+        while not self._ended.wait(_POLL_SECONDS):
+            if not is_started and time.monotonic() >= starts_at:
+                is_started = True
+                with contextlib.suppress(OSError):
+                    self._start_watcher()
+            if self._record.has_verdict:
+                self._leave()
+
+    def _start_watcher(self) -> None:
+        launch, root = self._launch, str(Path(hang_watcher.__file__).parents[3])
+        # Found where this process has found it, whatever the current directory is.
+        program = (
+            f"import sys; sys.path.insert(0, {root!r}); from {hang_watcher.__name__} import main; main(sys.argv[1:])"
+        )
+        arguments = [str(self._directory), str(launch.master_addr), str(launch.master_port), _prefix(launch)]
+        subprocess.Popen(
+            [sys.executable, "-c", program, *arguments, *([self._save] if self._save else [])],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def _leave(self) -> None:
+        """End this process, whatever its main thread waits for."""
+        sentence = "the job makes no progress"
+        with contextlib.suppress(OSError):
+            sentence = (self._directory / hang_watcher.VERDICT).read_text()
+        error = TemporaryError(sentence)
+        tell_launcher(error)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(error.exit_code)
+
+
+def build_hang_watch(config: RunConfig, launch: Launch, store: dist.Store) -> HangWatch | None:
+    """Return the watch of a run of several processes; None with --hang-timeout 0, and where it cannot be had."""
+    seconds = config.distributed.hang_timeout
+    if seconds == 0:
+        return None
+    try:
+        # Before anything is known of the steps: a little less than collectives wait, which end the run unnamed.
+        most = 54.0 * config.distributed.distributed_timeout_minutes
+        return HangWatch(launch, store, seconds, most, config.checkpoint.save)
+    except (OSError, ValueError, RuntimeError) as error:
+        say(f"warning: rank {launch.rank} is not watched for hangs ({' '.join(str(error).split())})", sys.stderr)
+        return None
+
+
+def _prefix(launch: Launch) -> str:
+    return f"megatron/hang/{launch.attempt}"
+
+
+def _agree_on_directory(launch: Launch, store: dist.Store) -> Path:
+    """The directory of this host's ranks, which the first of them makes; in memory where there is such a place."""
+    key = f"{_prefix(launch)}/directory/{socket.gethostname()}"
+    if launch.local_rank == 0:
+        memory = "/dev/shm"
+        place = memory if os.access(memory, os.W_OK) else None
+        store.set(key, tempfile.mkdtemp(prefix="megatron_hang_watch_", dir=place))
+    return Path(store.get(key).decode())
