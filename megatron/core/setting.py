@@ -90,6 +90,8 @@ class Setting:
     maximum: float | None = None
     above: float | None = None
     """Exclusive lower bound."""
+    repeats: bool = False
+    """Given several times, the values of all occurrences count; otherwise those of the last one."""
     example: Any = None
     """A value for the sentence "--x is missing; ... for example --x 12". A field with an example must be given."""
     unit: str | None = None

@@ -11,6 +11,7 @@ look into an empty dictionary. `python -m tests.faults.crash_matrix` goes throug
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from typing import Final, NamedTuple
@@ -78,7 +79,8 @@ CRASH_POINTS: Final[dict[str, CrashPoint]] = {
 """Name -> where it is, in the order of a run that starts, saves and removes."""
 
 _ARMED: dict[str, int] = {}
-"""Point -> how many times it is still to be passed before the process dies."""
+"""Point -> how many times it is still to be passed before the process dies; below 0, the system's number of the error
+that is raised there, once."""
 
 
 def arm(text: str, rank: int) -> None:
@@ -95,6 +97,11 @@ def arm(text: str, rank: int) -> None:
         raise ConfigError(f"MEGATRON_CRASH_POINT {text!r} is not POINT, POINT:RANK or POINT:RANK:TIME")
     if not numbers or int(numbers[0]) == rank:
         _ARMED[point] = int(numbers[1]) if len(numbers) > 1 else 1
+
+
+def fill_disk() -> None:
+    """Have the next save of this process find no room for its tensors (ENOSPC), once."""
+    _ARMED["shard-begun"] = -errno.ENOSPC
 
 
 def hand_over() -> str:
@@ -114,6 +121,9 @@ def reach(point: str) -> None:
     """This process is at a point of CRASH_POINTS: kill it where it was armed for that."""
     if not _ARMED or point not in _ARMED:
         return
+    if _ARMED[point] < 0:
+        number = -_ARMED.pop(point)
+        raise OSError(number, os.strerror(number))
     _ARMED[point] -= 1
     if _ARMED[point] <= 0:
         # As `kill -9` and the kernel's out-of-memory killer do: nothing of the process runs any more.

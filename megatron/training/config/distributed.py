@@ -37,11 +37,6 @@ class DistributedInitConfig(CheckedConfig):
         needs=Needs("several processes", lambda run: run.world_size > 1),
     )
     """How long a collective may wait from the second iteration on; as before when not given."""
-    hang_timeout: float | None = flag(
-        None, minimum=0.0, unit="seconds", needs=Needs("several processes", lambda run: run.world_size > 1)
-    )
-    """A step that makes no progress for so long is taken for hung: the rank that the others wait for is named, and the
-    job ends with exit code 75, to be started again. When not given, it follows from the first steps; 0: never."""
     flight_recorder_dump_path: PathText | None = flag(
         None,
         gpu=NeedsGPU(

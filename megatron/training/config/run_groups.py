@@ -18,6 +18,7 @@ from megatron.training.config.distributed import DistributedInitConfig
 from megatron.training.config.logging import LoggerConfig
 from megatron.training.config.model import GPTModelFlags
 from megatron.training.config.profiling import ProfilingConfig
+from megatron.training.config.reliability import ReliabilityConfig
 from megatron.training.config.scheduler import SchedulerConfig
 from megatron.training.config.training import TrainingConfig, ValidationConfig
 
@@ -39,6 +40,7 @@ class RunGroups:
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     distributed: DistributedInitConfig = field(default_factory=DistributedInitConfig)
+    reliability: ReliabilityConfig = field(default_factory=ReliabilityConfig)
     world_size: int = 1
     sources: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

@@ -58,7 +58,7 @@ def read_command_line(argv: Sequence[str], parsed: ParsedFlags, extra_flags: Ext
         arities.update((spelling, action.nargs) for action in own for spelling in action.option_strings)
     written: list[str] = []
     translated: dict[str, list[str]] = {}
-    occurrences = list(_occurrences(argv, arities, parsed))
+    occurrences = _join_repeated(_occurrences(argv, arities, parsed))
     for spelling, texts in occurrences:
         former = formers_by_name().get(spelling)
         if former is None:
@@ -76,6 +76,21 @@ def read_command_line(argv: Sequence[str], parsed: ParsedFlags, extra_flags: Ext
     }
     parser = build_parser(parsed, extra_flags, occurring.values() if extra_flags is None else None)
     parsed.extra = vars(parser.parse_args(tokens))
+
+
+def _join_repeated(occurrences: Iterable[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:
+    """Each flag with its texts; one whose occurrences all count has them together, where it came first."""
+    joined: list[tuple[str, list[str]]] = []
+    firsts: dict[str, list[str]] = {}
+    for spelling, texts in occurrences:
+        flag = flags_by_spelling().get(spelling)
+        if flag is not None and flag.repeats and flag.dest in firsts:
+            firsts[flag.dest] += texts
+            continue
+        joined.append((spelling, list(texts)))
+        if flag is not None:
+            firsts[flag.dest] = joined[-1][1]
+    return joined
 
 
 def _note_repeated(occurrences: Iterable[tuple[str, list[str]]]) -> Iterator[str]:

@@ -37,6 +37,7 @@ from megatron.training.hooks.profiler import MemoryHistoryHook, ProfilerHook
 from megatron.training.hooks.progress_history import ProgressHistoryHook
 from megatron.training.hooks.replicas import WeightHashHook
 from megatron.training.hooks.routes import RoutingReplayHook, RoutingTraceHook
+from megatron.training.hooks.simulated_faults import SimulatedFaultsHook
 from megatron.training.hooks.writers import MetricsFileHook, TensorBoardHook, WandbHook
 from megatron.training.run import Hook, HookContext
 
@@ -48,6 +49,7 @@ HOOKS: tuple[type[Hook], ...] = (
     # Phase.WRITE
     ConsoleHook, MetricsFileHook, TensorBoardHook, WandbHook, ProgressHistoryHook,
     # Phase.CONTROL
+    SimulatedFaultsHook,
     NonFiniteHook, WeightHashHook, OutlierHook, CollectiveTimeoutHook, FreeMemoryHook, GarbageCollectionHook,
     EvaluationHook, NonLossDataHook, SkipIterationsHook, ExitHook,
     # Phase.SAVE

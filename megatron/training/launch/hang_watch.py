@@ -140,7 +140,7 @@ class HangWatch:
 
 def build_hang_watch(config: RunConfig, launch: Launch, store: dist.Store) -> HangWatch | None:
     """Return the watch of a run of several processes; None with --hang-timeout 0, and where it cannot be had."""
-    seconds = config.distributed.hang_timeout
+    seconds = config.reliability.hang_timeout
     if seconds == 0:
         return None
     try:
