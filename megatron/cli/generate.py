@@ -24,7 +24,7 @@ from megatron.training.flags.argument import ProgramParser, path
 
 if TYPE_CHECKING:
     from megatron.core.inference.sampling import Sampling
-    from megatron.core.inference.speculation import Speculation
+    from megatron.core.inference.speculation import PredictionDrafter
     from megatron.training.checkpoint.trained_model import TrainedModel
 
 _SEPARATOR = "-" * 60
@@ -91,14 +91,14 @@ def load_model(arguments: argparse.Namespace) -> tuple[TrainedModel, Sampling]:
 
 
 @contextlib.contextmanager
-def open_speculation(arguments: argparse.Namespace, trained: TrainedModel) -> Iterator[Speculation | None]:
+def open_speculation(arguments: argparse.Namespace, trained: TrainedModel) -> Iterator[PredictionDrafter | None]:
     """What --speculate asks for; says in the end how many drafts were right."""
     if not arguments.speculate:
         yield None
         return
-    from megatron.core.inference.speculation import Speculation
+    from megatron.core.inference.speculation import PredictionDrafter
 
-    speculation = Speculation(trained.model)
+    speculation = PredictionDrafter(trained.model)
     yield speculation
     print(speculation.describe(), file=sys.stderr, flush=True)
 

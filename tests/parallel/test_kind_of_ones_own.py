@@ -95,9 +95,9 @@ def test_it_generates_from_states_of_constant_size() -> None:
     state = SequenceState(2, 64)
     for new in ([[1, 2, 3], [4]], [[5], [6]], [[7, 8], [9, 1, 2, 3]]):
         read(model, state, new)
-        assert [x.shape for held in state._recurrent.values() for x in held] == [(2, 32)] * 3
+        assert [[x.shape for (x,) in row.recurrent.values()] for row in state.rows] == [[(32,)] * 3] * 2
     # Another batch in its place begins from nothing.
-    state.lengths = [0, 0]
+    state.rewind([0, 0])
     torch.testing.assert_close(read(model, state, [[7, 8], [9]])[1], read_alone(model, [9]), rtol=0, atol=1e-5)
     options: dict[str, Any] = {"max_new_tokens": 5, "sampling": Sampling(greedy=True)}
     batch = texts_of(3, 7)

@@ -1,127 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculation with multi-token prediction: its layers draft tokens, and one pass of the model confirms several.
+"""Speculation: tokens are drafted cheaply, and one pass of the model confirms several of them.
 
     read ... t_p  d_1 .. d_D      one pass of the model gives the distributions of the places of d_1 .. d_D, and behind
-    keep d_1 .. d_m, choose t     m: drafts that are right; each text of a batch has its number of them
-    draft again behind t          by D small layers
+    keep d_1 .. d_m, choose t     m: drafts that are right; each text has its number of them
+    draft again behind t
 
-Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023; DeepSeek-V3, 2024, section
-2.2, for drafts by multi-token prediction. Greedy texts are the same as without, and sampled ones have the same
-distribution (`sampling.confirm_tokens`).
+| drafter            | what it drafts                                             | costs                             |
+|--------------------|------------------------------------------------------------|-----------------------------------|
+| PromptLookup       | what followed the same last tokens earlier in the text     | nothing                           |
+| ModelDrafter       | what a smaller model says                                  | D passes of the smaller model     |
+| PredictionDrafter  | what the model's own multi-token prediction says           | D small layers                    |
 
-Depth k = 1 .. D reads, at position i, the states of the depth before and the token i + k, and keeps keys and values in
-a state of its own. With tokens up to position p known, what depth k has read at positions up to p - k is
-final; behind them it has read drafts, and reads anew what takes their place.
+Sources: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023; Saxena, "Prompt Lookup
+Decoding", 2023; DeepSeek-V3, 2024, section 2.2, for drafts by multi-token prediction. Greedy texts are the same as
+without, and sampled ones have the same distribution (`sampling.confirm_tokens`).
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.errors import ConfigError
-from megatron.core.inference.sampling import Draft, Sampling, draft_next_tokens
+from megatron.core.inference.model_runner import ModelRunner
+from megatron.core.inference.request import Request
+from megatron.core.inference.sampling import Draft, draft_next_tokens
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.sequences.state import SequenceState
+from megatron.core.sequences.state import HeldSequence, SequenceState
 from megatron.core.transformer.config_fields.moe import CAPACITY_FACTORS
 
 
-class Speculation:
-    """Drafts of a model's own multi-token prediction, and how many of them were right. One `generate` at a time."""
+class Drafter(ABC):
+    """Drafts tokens for an engine, and counts how many of them were right."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """model: a GPTModel on one process. Raises ConfigError where it predicts no further tokens, or drops some."""
-        if not isinstance(model, GPTModel) or model.config.mtp_num_layers is None:
-            raise ConfigError(
-                "--speculate drafts tokens with multi-token prediction, and the model has none (--mtp-num-layers of "
-                "its training); leave it out"
-            )
-        # Which tokens an expert drops depends on those that are read with them, so that the text would be another one.
-        for name in CAPACITY_FACTORS:
-            if getattr(model.config, name) is not None:
-                raise ConfigError(
-                    f"--speculate reads several tokens at once, of which experts with {model.config.say(name)} drop "
-                    "others than they would one by one; leave it out"
-                )
-        self._model, self.depths = model, model.config.mtp_num_layers
+    reads_states = False
+    """Whether it needs the model's hidden states of every token."""
+
+    def __init__(self, most: int) -> None:
+        """most: tokens drafted at a time."""
+        self.most = most
         self.drafted, self.kept, self.passes, self.texts_read = 0, 0, 0, 0
 
-    def begin(self, texts: int, max_tokens: int, vocab_size: int | None) -> None:
-        """Forget the batch before. max_tokens: of the longest text with drafts; vocab_size: as for `generate`."""
-        self._vocab_size = vocab_size
-        self._states = [SequenceState(texts, max_tokens) for _ in range(self.depths)]
-        self._read: list[Tensor] = []  # hidden states of the model's last pass, [n, 1, h] of each text
-        # For each depth and text, hidden states of the depth before that are final, and are to be read with another
-        # token: [n, 1, h].
-        self._waiting: list[list[Tensor]] = [[] for _ in range(self.depths)]
+    def begin(self, runner: ModelRunner, max_tokens: int, capacity: int, vocab_size: int | None) -> None:
+        """Forget the engine before. runner: of the model that confirms. max_tokens: of the longest text with drafts;
+        capacity: of all texts together. Raises ConfigError for models that cannot read tokens on trial."""
+        refuse_dropping(runner.config)
 
-    def read(self, tokens: Tensor, positions: Tensor, state: SequenceState, count: int) -> Tensor:
-        """One pass of the model over the layout of `state`: logits [count, b, v] of each text's last tokens."""
-        hidden_states = self._model.compute_states(tokens, positions, state)
-        if state.is_recurrent:
-            raise ConfigError(
-                "--speculate reads tokens that may turn out to be wrong, and a recurrent state cannot forget them; "
-                "leave it out"
-            )
-        self.passes += 1
-        self.texts_read += len(state.lengths)
-        self._read = state.layout.split(hidden_states)
-        return self._model.compute_logits(state.layout.take_last(hidden_states, count)).transpose(0, 1)
+    @abstractmethod
+    def draft(self, requests: Sequence[Request]) -> None:
+        """After a pass with these requests: set `drafts` of those whose text goes on. Every rank takes part."""
 
-    def find_right(self, draft: Draft, chosen: Sequence[int]) -> list[bool]:
-        """For each text of a draft True where its token was chosen; they are counted."""
-        is_right = [token == drafted for token, drafted in zip(chosen, draft.tokens.tolist(), strict=True)]
-        self.drafted += len(is_right)
-        self.kept += sum(is_right)
-        return is_right
+    def forget(self, request: Request) -> None:  # noqa: B027 (most keep nothing)
+        """Forget what is kept of a request that has ended."""
 
-    def draft(
-        self, texts: Sequence[Sequence[int]], rows: Sequence[int], state: SequenceState, sampling: Sampling,
-        generators: Sequence[torch.Generator], count: int,
-    ) -> list[Draft]:  # fmt: skip
-        """Draft so many tokens behind each text, at most `depths`.
-
-        texts: those that go on, of which the last token has not been read. rows: which of the last pass they are.
-        state: theirs, which forgets wrong drafts here.
-        """
-        firsts = [state.layout.past[row] for row in rows]
-        hidden = [
-            self._read[row][: len(text) - 1 - first] for row, text, first in zip(rows, texts, firsts, strict=True)
-        ]
-        state.rewind([len(text) - 1 for text in texts])
-        known, drafts = [list(text) for text in texts], []
-        for depth in range(1, min(self.depths, count) + 1):
-            own, waiting = self._states[depth - 1], self._waiting[depth - 1]
-            if len(rows) < len(own.lengths):
-                own.select(rows)
-            if waiting:
-                hidden = [torch.cat((waiting[row], x)) for row, x in zip(rows, hidden, strict=True)]
-            firsts = list(own.lengths)
-            layout = own.begin([len(x) for x in hidden])
-            ids = [text[first + depth :][: len(x)] for text, first, x in zip(known, firsts, hidden, strict=True)]
-            tokens = layout.join_tokens(ids).to(hidden[0].device)
-            further = self._model.compute_further_states(depth, layout.join(hidden), tokens, own)
-            # What follows from drafts is read again; the depth before has one final state more.
-            own.rewind([max(0, len(text) - depth) for text in texts])
-            self._waiting[depth - 1] = [
-                x[length - first : max(0, min(len(text) - 1, len(text) - depth + 1)) - first]
-                for x, length, first, text in zip(hidden, own.lengths, firsts, texts, strict=True)
-            ]
-            hidden = layout.split(further)
-            drafts.append(self._choose(layout.take_last(further, 1), sampling, generators))
-            for text, token in zip(known, drafts[-1].tokens.tolist(), strict=True):
-                text.append(token)
-        return drafts
-
-    def _choose(self, states: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Draft:
-        """The next token of each text behind hidden states [1, b, h]."""
-        logits = self._model.compute_logits(states)[:, -1].float()
-        if self._vocab_size is not None:
-            logits[:, self._vocab_size :] = -math.inf
-        return draft_next_tokens(logits, sampling, generators)
+    def note(self, drafted: Sequence[int], chosen: Sequence[int]) -> None:
+        """Count drafts that were confirmed, of those that came to be judged."""
+        judged = list(zip(drafted, chosen, strict=False))
+        self.drafted += len(judged)
+        self.kept += sum(draft == token for draft, token in judged)
 
     def describe(self) -> str:
         """How many drafts were right, in words."""
@@ -132,3 +74,205 @@ class Speculation:
             f"speculation: {self.kept} of {self.drafted} drafted tokens accepted ({share:.1f} %), "
             f"{pace:.2f} tokens for each pass of the model"
         )
+
+
+def refuse_dropping(config: Any) -> None:
+    """Raise ConfigError where experts drop tokens: which ones depends on those that are read with them, so that the
+    text would be another one."""
+    for name in CAPACITY_FACTORS:
+        if getattr(config, name, None) is not None:
+            raise ConfigError(
+                f"--speculate reads several tokens at once, of which experts with {config.say(name)} drop others than "
+                "they would one by one; leave it out"
+            )
+
+
+def list_writing(requests: Sequence[Request]) -> list[Request]:
+    """Those of them whose last token alone is to be read, and that have room for a draft and a token."""
+    return [
+        each
+        for each in requests
+        if each.held is not None and each.ended_by is None and each.missing == 1 and count_room(each) > 0
+    ]
+
+
+def count_room(request: Request) -> int:
+    """Drafts that may all be right, with a token behind them, before the text is at its limit."""
+    return request.limit - len(request.text) - 1
+
+
+class PromptLookup(Drafter):
+    """Drafts what followed the last few tokens where the text had them before."""
+
+    def __init__(self, most: int = 4, longest_match: int = 3) -> None:
+        super().__init__(most)
+        self.longest_match = longest_match
+
+    def draft(self, requests: Sequence[Request]) -> None:
+        """See Drafter."""
+        for request in list_writing(requests):
+            found = self.find(request.text)[: count_room(request)]
+            request.drafts = [Draft(torch.tensor([token]), None) for token in found]
+
+    def find(self, text: Sequence[int]) -> Sequence[int]:
+        """What followed the latest earlier place of the longest end of the text that has one."""
+        for length in range(min(self.longest_match, len(text) - 1), 0, -1):
+            end = text[-length:]
+            for place in range(len(text) - length - 1, -1, -1):
+                if text[place : place + length] == end:
+                    return text[place + length : place + length + self.most]
+        return []
+
+
+class ModelDrafter(Drafter):
+    """Drafts what another, smaller model with the same vocabulary says; on one process."""
+
+    def __init__(self, model: nn.Module, most: int = 4) -> None:
+        super().__init__(most)
+        self._runner = ModelRunner(model)
+
+    def begin(self, runner: ModelRunner, max_tokens: int, capacity: int, vocab_size: int | None) -> None:
+        """See Drafter."""
+        super().begin(runner, max_tokens, capacity, vocab_size)
+        if runner.world_size > 1:
+            raise ConfigError("a draft model needs the whole model on one process; leave it out")
+        self._vocab_size, self._max_tokens = vocab_size, max_tokens
+        self._held: dict[int, SequenceState] = {}
+
+    def draft(self, requests: Sequence[Request]) -> None:
+        """See Drafter; text by text, as texts differ in what the smaller model has not read yet."""
+        for request in list_writing(requests):
+            state = self._held.setdefault(request.number, SequenceState(1, self._max_tokens))
+            # A recurrent state cannot take a draft back: it reads the text again.
+            fits = 0 if state.is_recurrent else min(state.lengths[0], len(request.text) - 1)
+            state.rewind([fits])
+            text = list(request.text)
+            for _ in range(min(self.most, count_room(request))):
+                logits = self._runner.run([text[state.lengths[0] :]], state, [1])
+                assert logits is not None
+                if self._vocab_size is not None:
+                    logits[:, self._vocab_size :] = -math.inf
+                request.drafts.append(draft_next_tokens(logits, request.sampling, [request.generator]))
+                text.append(int(request.drafts[-1].tokens))
+
+    def forget(self, request: Request) -> None:
+        """See Drafter."""
+        self._held.pop(request.number, None)
+
+
+@dataclass
+class _Depths:
+    """What multi-token prediction keeps of a text."""
+
+    sequences: list[HeldSequence]
+    """Of each depth."""
+    waiting: list[Tensor | None] = field(default_factory=list)
+    """For each depth, hidden states of the depth before that are final, and are to be read with another token."""
+
+
+class PredictionDrafter(Drafter):
+    """Drafts by a model's own multi-token prediction.
+
+    Depth k = 1 .. D reads, at position i, the states of the depth before and the token i + k, and keeps keys and values
+    in a state of its own. With a text of L tokens, what depth k has read at positions below L - k is final; behind them
+    it has read drafts, and reads anew what takes their place.
+    """
+
+    reads_states = True
+
+    def __init__(self, model: nn.Module) -> None:
+        """model: a GPTModel. Raises ConfigError where it predicts no further tokens."""
+        if not isinstance(model, GPTModel) or model.config.mtp_num_layers is None:
+            raise ConfigError(
+                "--speculate drafts tokens with multi-token prediction, and the model has none (--mtp-num-layers of "
+                "its training); leave it out"
+            )
+        refuse_dropping(model.config)
+        super().__init__(model.config.mtp_num_layers)
+        self._model = model
+
+    def begin(self, runner: ModelRunner, max_tokens: int, capacity: int, vocab_size: int | None) -> None:
+        """See Drafter."""
+        super().begin(runner, max_tokens, capacity, vocab_size)
+        if runner.groups.pp.size() > 1 or runner.config.sequence_parallel:
+            raise ConfigError(
+                "--speculate with multi-token prediction needs all layers on one stage, without --sequence-parallel; "
+                "leave it out"
+            )
+        runner.keeps_states = True
+        self._runner, self._vocab_size = runner, vocab_size
+        self._of: dict[int, _Depths] = {}
+        self._states = [SequenceState(0, max_tokens, capacity=capacity) for _ in range(self.most)]
+
+    def forget(self, request: Request) -> None:
+        """See Drafter."""
+        kept = self._of.pop(request.number, None)
+        for state, sequence in zip(self._states, kept.sequences if kept else (), strict=False):
+            state.release(sequence)
+
+    @torch.no_grad()
+    def draft(self, requests: Sequence[Request]) -> None:
+        """See Drafter. Texts of which a part of the prompt was read are followed, and get no drafts."""
+        runner, hidden = self._runner, dict[int, Tensor]()
+        followed = [each for each in requests if each.held is not None and each.ended_by is None]
+        for request, past, states in zip(requests, runner.layout.past, runner.states, strict=False):
+            if request.held is not None:
+                hidden[request.number] = states[: request.held.length - past]
+                if past == 0:
+                    self.forget(request)
+        rooms = {each.number: count_room(each) for each in list_writing(followed)}
+        known = {each.number: list(each.text) for each in followed}
+        for depth in range(1, self.most + 1):
+            writing = [each for each in followed if rooms.get(each.number, 0) >= depth]
+            reading = [each for each in followed if each.number not in rooms]
+            if writing or reading:
+                self._read_depth(depth, [*writing, *reading], hidden, known)
+            if not writing:
+                continue
+            last = torch.cat([hidden[each.number][-1:] for each in writing], dim=1)
+            logits = runner.gather(self._model.compute_logits(last))[:, -1].float()
+            drafts = runner.agree(self._choose(writing, logits) if runner.decides else None)
+            for request, draft in zip(writing, drafts, strict=True):
+                request.drafts.append(draft)
+                known[request.number].append(int(draft.tokens))
+
+    def _read_depth(
+        self, depth: int, requests: Sequence[Request], hidden: dict[int, Tensor], known: dict[int, list[int]]
+    ) -> None:
+        """Read with one depth what it has not read, by request: hidden states [n, 1, h] of the depth before, which
+        become those of this depth, and the known tokens."""
+        state, read = self._states[depth - 1], []
+        for request in requests:
+            kept = self._of.setdefault(
+                request.number, _Depths([each.add() for each in self._states], [None] * self.most)
+            )
+            waiting, first = kept.waiting[depth - 1], kept.sequences[depth - 1].length
+            before = hidden[request.number] if waiting is None else torch.cat((waiting, hidden[request.number]))
+            ids = known[request.number][first + depth :][: len(before)]
+            kept.waiting[depth - 1] = before
+            hidden[request.number] = before[:0]
+            if ids:
+                read.append((request, kept, before, first, ids))
+        if not read:
+            return
+        state.rows = [kept.sequences[depth - 1] for _, kept, *_ in read]
+        layout = state.begin([len(ids) for *_, ids in read])
+        tokens = layout.join_tokens([ids for *_, ids in read]).to(self._runner.device)
+        states = layout.join([before[: len(ids)] for _, _, before, _, ids in read])
+        further = layout.split(self._model.compute_further_states(depth, states, tokens, state))
+        for (request, kept, before, first, _), found in zip(read, further, strict=True):
+            own, text = kept.sequences[depth - 1], len(request.text)
+            assert request.held is not None
+            final = request.held.length if depth == 1 else kept.sequences[depth - 2].length  # of the depth before
+            own.length = min(own.length, final, max(0, text - depth))
+            kept.waiting[depth - 1] = before[own.length - first : final - first]
+            hidden[request.number] = found
+
+    def _choose(self, requests: Sequence[Request], logits: Tensor) -> list[Draft]:
+        """A draft for each request from logits [requests, v]."""
+        if self._vocab_size is not None:
+            logits[:, self._vocab_size :] = -math.inf
+        return [
+            draft_next_tokens(logits[index : index + 1], each.sampling, [each.generator])
+            for index, each in enumerate(requests)
+        ]

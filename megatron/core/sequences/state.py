@@ -3,94 +3,311 @@
 
 | kind        | example                                        | memory                                              |
 |-------------|------------------------------------------------|-----------------------------------------------------|
-| per token   | keys and values, latent vectors                | [max_tokens, sequences, ...], taken at the first use |
-| recurrent   | a state space's state, a convolution's tail    | [sequences, ...], the same for any number of tokens |
+| per token   | keys and values, latent vectors                | pages of 16 tokens, [pages * 16, ...] for each layer |
+| recurrent   | a state space's state, a convolution's tail    | [...] for each sequence, whatever its length        |
+
+Layers are grouped by how far they see: those with one window or chunk have pages of their own, which are given back as
+soon as no coming token sees them. Sequences that begin with the same tokens may share pages (`adopt`); whoever writes
+into a shared page gets a copy of it first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from megatron.core.sequences.page_pool import PagePool
 from megatron.core.sequences.token_layout import TokenLayout
+
+PAGE_TOKENS = 16
+"""Tokens of a page. Small, as no kernel asks for more, and half a page of each sequence is empty."""
+
+
+class Reach(NamedTuple):
+    """How far back a token of some layers sees; all tokens where both are None."""
+
+    window: int | None = None
+    """Tokens before itself."""
+    chunk: int | None = None
+    """Tokens of a chunk, of which it sees its own from their first on."""
+
+    def find_first(self, position: int) -> int:
+        """The first position that a token at this position sees."""
+        first = 0 if self.chunk is None else position - position % self.chunk
+        return first if self.window is None else max(first, position - self.window)
+
+
+class HeldSequence:
+    """One sequence in a SequenceState: its length and its pages."""
+
+    def __init__(self, groups: int) -> None:
+        self.length = 0
+        """Tokens that are held, those of the call that was begun last included."""
+        self.tables: list[list[int | None]] = [[] for _ in range(groups)]
+        """For each group of layers the pages in the order of the tokens; None for those that were given back."""
+        self.recurrent: dict[int, tuple[Tensor, ...]] = {}
+
+
+class _Span(NamedTuple):
+    """Where the tokens of one sequence lie that a call reads: a stretch of memory, or pages that lie apart."""
+
+    first: int
+    tokens: int
+    pages: tuple[int, ...] | None
 
 
 class SequenceState:
     """Implements megatron.core.inference_context.InferenceContext; sequences have lengths of their own.
 
-    `begin` says what the next call of the model reads. Memory is taken when a layer first writes, in the layer's shapes
-    and dtype: keys and values of one layer take 2 * max_tokens * sequences * num_query_groups_per_rank * kv_channels
-    elements; latent attention keeps max_tokens * sequences * (kv_lora_rank + qk_pos_emb_head_dim) on each rank.
+    `rows` are the sequences of a call, and `begin` says what it reads of each. Memory of a layer is taken when it first
+    writes, in its shapes and dtype: keys and values take 2 * capacity * num_query_groups_per_rank * kv_channels
+    elements, latent attention capacity * (kv_lora_rank + qk_pos_emb_head_dim) on each rank.
     """
 
-    def __init__(self, sequences: int, max_tokens: int) -> None:
-        """max_tokens: of the longest sequence."""
+    def __init__(
+        self,
+        sequences: int,
+        max_tokens: int,
+        *,
+        reaches: Mapping[int, Reach] | None = None,
+        capacity: int | None = None,
+    ) -> None:
+        """sequences: to begin with. max_tokens: of the longest sequence. reaches: of layers that do not see all tokens,
+        by number. capacity: tokens of all sequences together; as many as they may have when None."""
         self.max_tokens = max_tokens
-        self.lengths = [0] * sequences
-        """Tokens of each sequence, those of the call that was begun last included."""
+        self._reaches = reaches or {}
+        self.groups = sorted({Reach(), *self._reaches.values()}, key=repr)
+        self._group_of = {number: self.groups.index(reach) for number, reach in self._reaches.items()}
+        self._all = self.groups.index(Reach())
+        pages = -(-max_tokens // PAGE_TOKENS) * sequences if capacity is None else -(-capacity // PAGE_TOKENS)
+        self.pools = [PagePool(pages) for _ in self.groups]
         self._layers: dict[int, tuple[Tensor, ...]] = {}
-        self._recurrent: dict[int, tuple[Tensor, ...]] = {}
+        self.is_recurrent = False
+        """True where a layer has written a recurrent state."""
+        self._rows_before: list[HeldSequence] = []  # of the call before, and of this one
+        self._rows_now: list[HeldSequence] = []
+        self._batched: dict[int, tuple[Tensor, ...]] = {}
+        self.rows = [HeldSequence(len(self.groups)) for _ in range(sequences)]
+        """The sequences of the next call, in its order."""
 
-    def begin(self, new: Sequence[int]) -> TokenLayout:
-        """Describe the next call, of so many tokens of each sequence, at least one; returned and kept as `layout`."""
-        past = tuple(self.lengths)
-        is_packed = len(set(zip(past, new, strict=True))) > 1
-        self.layout = TokenLayout(tuple(new), past, is_packed)
-        longest = self.layout.longest
-        assert longest <= self.max_tokens, f"{longest} tokens do not fit into a state of {self.max_tokens}"
-        self.lengths = [held + more for held, more in zip(past, new, strict=True)]
-        return self.layout
-
-    def update(self, layer_number: int, *new: Tensor) -> tuple[Tensor, ...]:
-        """See InferenceContext; returns views."""
-        layout = self.layout
-        # At once for the longest sequence: appending by concatenation would copy all tokens for each new one. Zeros,
-        # since attention multiplies what it hides, beyond the end of a shorter sequence, by 0.
-        if layer_number not in self._layers:
-            shape = (self.max_tokens, len(self.lengths))
-            self._layers[layer_number] = tuple(x.new_zeros((*shape, *x.shape[2:])) for x in new)
-        held = self._layers[layer_number]
-        for memory, x in zip(held, new, strict=True):
-            if layout.is_packed:
-                memory[layout.move_places(memory.device)] = x[:, 0]
-            else:
-                memory[layout.past[0] : layout.longest] = x
-        return tuple(memory[: layout.longest] for memory in held)
+    # ---- sequences
 
     @property
-    def is_recurrent(self) -> bool:
-        """True where a layer has written a recurrent state."""
-        return bool(self._recurrent)
+    def lengths(self) -> list[int]:
+        """Tokens of each row, those of the call that was begun last included."""
+        return [row.length for row in self.rows]
+
+    def add(self) -> HeldSequence:
+        """A further sequence, which is empty and no row yet."""
+        return HeldSequence(len(self.groups))
+
+    def can_reserve(self, sequence: HeldSequence, length: int) -> bool:
+        """Return True where every group has the pages that `reserve` would take."""
+        return all(self._count(group, sequence, length) <= pool.num_available for group, pool in enumerate(self.pools))
+
+    def reserve(self, sequence: HeldSequence, length: int, expected: int = 0) -> None:
+        """Give a sequence pages for so many tokens, and pages of its own where it would write into shared ones.
+        expected: how long it may become."""
+        for group, pool in enumerate(self.pools):
+            table = sequence.tables[group]
+            start = sequence.length // PAGE_TOKENS
+            if start < len(table) and (page := table[start]) is not None and not pool.may_write(page):
+                own = _take(pool, None, 1)
+                self._copy(group, page, own)
+                pool.release(page)
+                table[start] = own
+            total = -(-length // PAGE_TOKENS)
+            while len(table) < total:
+                stretch = max(total, -(-expected // PAGE_TOKENS)) - len(table)
+                table.append(_take(pool, table[-1] if table else None, stretch))
+
+    def _count(self, group: int, sequence: HeldSequence, length: int) -> int:
+        pool, table = self.pools[group], sequence.tables[group]
+        start = sequence.length // PAGE_TOKENS
+        copies = start < len(table) and (page := table[start]) is not None and not pool.may_write(page)
+        return max(0, -(-length // PAGE_TOKENS) - len(table)) + copies
+
+    def _copy(self, group: int, page: int, to: int) -> None:
+        here, there = (slice(number * PAGE_TOKENS, (number + 1) * PAGE_TOKENS) for number in (page, to))
+        for layer, held in self._layers.items():
+            if self._group_of.get(layer, self._all) == group:
+                for memory in held:
+                    memory[there] = memory[here]
+
+    def release(self, sequence: HeldSequence) -> None:
+        """Give back all that a sequence holds."""
+        for pool, table in zip(self.pools, sequence.tables, strict=True):
+            # From the end, so that of a content that serves again its beginning is kept the longest.
+            for page in reversed(table):
+                if page is not None:
+                    pool.release(page)
+            table.clear()
+        sequence.length = 0
+        sequence.recurrent = {}
+
+    def give_back_unseen(self, sequence: HeldSequence) -> None:
+        """Give back the pages that no token behind the sequence's last one sees."""
+        for pool, table, reach in zip(self.pools, sequence.tables, self.groups, strict=True):
+            for index in range(reach.find_first(sequence.length) // PAGE_TOKENS - 1, -1, -1):
+                page = table[index]
+                if page is None:
+                    break
+                pool.release(page)
+                table[index] = None
+
+    # ---- content that serves again
+
+    def note_content(self, sequence: HeldSequence, contents: Sequence[bytes]) -> None:
+        """Make known what the full pages of a sequence hold; contents: `digest_pages` of its tokens."""
+        for pool, table in zip(self.pools, sequence.tables, strict=True):
+            full = min(sequence.length // PAGE_TOKENS, len(contents))
+            for page, content in zip(table[:full], contents, strict=False):
+                if page is not None:
+                    pool.note(page, content)
+
+    def adopt(self, sequence: HeldSequence, contents: Sequence[bytes], most: int) -> None:
+        """Let an empty sequence begin with known pages: as many of its first as are known, but for tokens from `most`
+        on, which are computed anew."""
+        for count in range(self.count_known(contents), 0, -1):
+            length = min(count * PAGE_TOKENS, most)
+            begins = [reach.find_first(length) // PAGE_TOKENS for reach in self.groups]
+            found = [
+                [pool.find(content) for content in contents[begin:count]]
+                for pool, begin in zip(self.pools, begins, strict=True)
+            ]
+            if all(page is not None for pages in found for page in pages):
+                break
+        else:
+            return
+        for pool, table, begin, pages in zip(self.pools, sequence.tables, begins, found, strict=True):
+            table[:] = [*[None] * begin, *pages]
+            for page in pages:
+                assert page is not None
+                pool.share(page)
+        sequence.length = length
+
+    def count_known(self, contents: Sequence[bytes]) -> int:
+        """How many pages from the first on are known to the layers that see all tokens."""
+        pool = self.pools[self._all]
+        return next((index for index, content in enumerate(contents) if pool.find(content) is None), len(contents))
+
+    # ---- calls
+
+    def begin(self, new: Sequence[int], wanted: Sequence[int] | None = None) -> TokenLayout:
+        """Describe the next call, of so many tokens of each row, at least one; returned and kept as `layout`. wanted:
+        see TokenLayout."""
+        rows, past = self.rows, tuple(self.lengths)
+        is_packed = len(set(zip(past, new, wanted or new, strict=True))) > 1
+        self.layout = TokenLayout(tuple(new), past, is_packed, None if wanted is None else tuple(wanted))
+        longest = self.layout.longest
+        assert longest <= self.max_tokens, f"{longest} tokens do not fit into a state of {self.max_tokens}"
+        for row, more in zip(rows, new, strict=True):
+            self.reserve(row, row.length + more, self.max_tokens)
+            row.length += more
+        self._rows_before, self._rows_now = self._rows_now, list(rows)
+        self._places: dict[int, Tensor] = {}
+        self._spans: dict[int, list[_Span]] = {}
+        return self.layout
+
+    def update(self, layer_number: int, *new: Tensor) -> list[tuple[Tensor, ...]]:
+        """See InferenceContext; returns views where a sequence's pages lie side by side."""
+        layout, group = self.layout, self._group_of.get(layer_number, self._all)
+        if layer_number not in self._layers:
+            slots = self.pools[group].pages * PAGE_TOKENS
+            self._layers[layer_number] = tuple(x.new_empty((slots, *x.shape[2:])) for x in new)
+        held = self._layers[layer_number]
+        if group not in self._spans:
+            self._spans[group] = [
+                self._find_span(group, row, past) for row, past in zip(self.rows, layout.past, strict=True)
+            ]
+            self._places[group] = self._find_places(group).to(new[0].device, non_blocking=True)
+        places = self._places[group]
+        for memory, x in zip(held, new, strict=True):
+            memory.index_copy_(0, places, x.flatten(0, 1))
+        return [tuple(_read(memory, span) for memory in held) for span in self._spans[group]]
+
+    def _find_places(self, group: int) -> Tensor:
+        """Where in memory the tokens of the call go, int64, in their order in the call."""
+        found: list[int] = []
+        for row, past, new in zip(self.rows, self.layout.past, self.layout.new, strict=True):
+            table = row.tables[group]
+            for position in range(past, past + new):
+                page = table[position // PAGE_TOKENS]
+                assert page is not None, f"position {position} was given back"
+                found.append(page * PAGE_TOKENS + position % PAGE_TOKENS)
+        places = torch.tensor(found)
+        return places if self.layout.is_packed else places.view(len(self.rows), -1).t().flatten()
+
+    def _find_span(self, group: int, row: HeldSequence, past: int) -> _Span:
+        """What the tokens of a call see of a row."""
+        first = self.groups[group].find_first(past)
+        begin = first // PAGE_TOKENS
+        pages = [page for page in row.tables[group][begin : -(-row.length // PAGE_TOKENS)] if page is not None]
+        offset, tokens = first - begin * PAGE_TOKENS, row.length - first
+        if pages[-1] - pages[0] == len(pages) - 1 and pages == [*range(pages[0], pages[-1] + 1)]:
+            return _Span(pages[0] * PAGE_TOKENS + offset, tokens, None)
+        return _Span(offset, tokens, tuple(pages))
 
     def read_recurrent(self, layer_number: int, *initial: Tensor) -> tuple[Tensor, ...]:
         """See InferenceContext."""
-        state = tuple(x.expand(len(self.lengths), *x.shape).clone() for x in initial)
-        rows = [row for row, past in enumerate(self.layout.past) if past]
-        for x, held in zip(state, self._recurrent[layer_number], strict=True) if rows else ():
-            x[rows] = held[rows]
-        return state
+        # The same sequences as in the call before, as in most calls: their states lie side by side already.
+        if self._rows_before == self.rows and all(self.layout.past):
+            return self._batched[layer_number]
+        states = [
+            row.recurrent[layer_number] if past else initial
+            for row, past in zip(self.rows, self.layout.past, strict=True)
+        ]
+        return tuple(torch.stack(parts) for parts in zip(*states, strict=True))
 
     def write_recurrent(self, layer_number: int, *state: Tensor) -> None:
         """See InferenceContext."""
-        self._recurrent[layer_number] = state
+        self.is_recurrent = True
+        self._batched[layer_number] = state
+        for index, row in enumerate(self.rows):
+            row.recurrent[layer_number] = tuple(x[index] for x in state)
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        """Forget all but the first tokens of each sequence, as many as `lengths` says; the next ones are written over
-        them. Recurrent states cannot be rewound."""
+        """Forget all but the first tokens of each row, as many as `lengths` says; the next ones are written over them.
+        Recurrent states cannot be rewound."""
         pairs = list(zip(lengths, self.lengths, strict=True))
         assert all(length <= held for length, held in pairs), f"(length, tokens held): {pairs}"
-        assert not self.is_recurrent or list(lengths) == self.lengths, "a recurrent state cannot be rewound"
-        self.lengths = list(lengths)
+        is_kept = all(length in (0, held) for length, held in pairs)
+        assert is_kept or not self.is_recurrent, "a recurrent state cannot be rewound, but to nothing"
+        for row, length in zip(self.rows, lengths, strict=True):
+            row.length = length
 
     def select(self, sequences: Sequence[int]) -> None:
-        """Go on with these sequences only, in this order."""
-        rows = list(sequences)
-        if rows == list(range(len(self.lengths))):
-            return
-        self.lengths = [self.lengths[row] for row in rows]
-        # Layer by layer, so that no more than one of them is in memory twice.
-        for number, held in self._layers.items():
-            self._layers[number] = tuple(x[:, rows] for x in held)
-        for number, held in self._recurrent.items():
-            self._recurrent[number] = tuple(x[rows] for x in held)
+        """Go on with these rows only, in this order; the others give back what they hold."""
+        kept = [self.rows[index] for index in sequences]
+        for row in self.rows:
+            if row not in kept:
+                self.release(row)
+        self.rows = kept
+
+
+def digest_pages(tokens: Sequence[int], before: Sequence[bytes] = ()) -> list[bytes]:
+    """Digests of the full pages of a text, each of all tokens up to its end. before: those of its first pages."""
+    found = list(before)
+    for index in range(len(found), len(tokens) // PAGE_TOKENS):
+        page = tokens[index * PAGE_TOKENS : (index + 1) * PAGE_TOKENS]
+        known = found[-1] if found else b""
+        found.append(blake2b(known + b"".join(token.to_bytes(8, "little") for token in page), digest_size=16).digest())
+    return found
+
+
+def _read(memory: Tensor, span: _Span) -> Tensor:
+    """[slots, ...] -> [tokens, 1, ...]."""
+    if span.pages is None:
+        return memory[span.first : span.first + span.tokens].unsqueeze(1)
+    pages = memory.unflatten(0, (-1, PAGE_TOKENS))[list(span.pages)]
+    return pages.flatten(0, 1)[span.first : span.first + span.tokens].unsqueeze(1)
+
+
+def _take(pool: PagePool, before: int | None, stretch: int) -> int:
+    page = pool.take(before, stretch)
+    assert page is not None, f"none of {pool.pages} pages is free"
+    return page

@@ -43,6 +43,8 @@ class TokenLayout:
     """Tokens of each sequence in the calls before."""
     is_packed: bool = True
     """True where sequences follow one another, [t, 1, ...]; otherwise all are in step, [s, b, ...]."""
+    wanted: tuple[int, ...] | None = None
+    """Of each sequence how many of its last tokens need logits, equally many where all are in step; None: all."""
     _kept: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
@@ -120,13 +122,13 @@ class TokenLayout:
 
     def split(self, x: Tensor) -> list[Tensor]:
         """The tokens of each sequence, [n, 1, ...]."""
-        return [one for _, part in self.group(x) for one in part.split(1, dim=1)]
+        return list(x.split(self.new) if self.is_packed else x.split(1, dim=1))
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """The inverse of `group` and of `split`: parts [n, sequences, ...] -> [t, 1, ...] or, in step, [s, b, ...]."""
         if not self.is_packed:
             return torch.cat(list(parts), dim=1) if len(parts) > 1 else parts[0]
-        return torch.cat([part.transpose(0, 1).flatten(0, 1) for part in parts]).unsqueeze(1)
+        return torch.cat([x if x.shape[1] == 1 else x.transpose(0, 1).flatten(0, 1).unsqueeze(1) for x in parts])
 
     def join_tokens(self, tokens: Sequence[Sequence[int]]) -> Tensor:
         """The ids of each sequence as a model reads them: int64 [1, t] or, in step, [b, s]."""
@@ -135,6 +137,15 @@ class TokenLayout:
     def take_last(self, x: Tensor, count: int) -> Tensor:
         """The last `count` tokens of each sequence: [count, sequences, ...]."""
         return torch.cat([part[-count:] for _, part in self.group(x)], dim=1)
+
+    def take_wanted(self, x: Tensor) -> Tensor:
+        """The tokens that need logits: [k, 1, ...], one sequence after the other, or in step [wanted, b, ...]."""
+        if self.wanted is None or self.wanted == self.new:
+            return x
+        if not self.is_packed:
+            return x[x.shape[0] - self.wanted[0] :]
+        ends = self.bounds[1:]
+        return torch.cat([x[end - count : end] for end, count in zip(ends, self.wanted, strict=True)])
 
     def keep(self, key: Hashable, make: Callable[[], T]) -> T:
         """The result of `make`, made once for this layout: every layer needs the same, and it may be on a device."""

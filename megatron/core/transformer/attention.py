@@ -197,19 +197,23 @@ class Attention(MegatronModule):
         )
         if rotation is not None and rotation.query_scale is not None:
             query = (query * rotation.query_scale).to(query.dtype)
-        # Keys are kept rotated: their positions do not change any more.
-        if cache is not None:
-            key, value = cache.update(self.layer_number, key, value)  # [t, b, g, ...]
-        context = self._attend(query, key, value, inputs)
+        if cache is None:
+            context = self._attend(query, key, value, inputs)
+        else:
+            # Sequence by sequence, each with its own keys: without padding or masks, and alike whatever stands beside
+            # it. Keys are kept rotated: their positions do not change any more.
+            held = cache.update(self.layer_number, key, value)  # [t, 1, g, ...] of each
+            queries = cache.layout.split(query)
+            context = cache.layout.join(
+                [self._attend(q, k, v, inputs) for q, (k, v) in zip(queries, held, strict=True)]
+            )
         return self.apply_gate(context, gate[0]) if gate else context
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, layer_inputs: LayerInputs) -> Tensor:
         """The core, of which selective recomputation keeps only the inputs: [s, b, n * dv]."""
         # The module's mask type, no bias. Of upstream's arguments only, where they will do: a core may be a user's own.
-        mask, _, cache, packed_seq_params = layer_inputs
-        inputs: tuple[Any, ...] = (query, key, value, mask, None, None, packed_seq_params)
-        if cache is not None and cache.layout.is_packed:
-            inputs = (*inputs, cache.layout)
+        mask, _, _, packed_seq_params = layer_inputs
+        inputs = (query, key, value, mask, None, None, packed_seq_params)
         # Scores and probabilities grow with s * t, their inputs with s + t: the core gives back the most memory.
         with offload("core_attn", only=(query, key, value)) if self.offload is offload else nullcontext():
             context: Tensor = (

@@ -37,7 +37,6 @@ from megatron.core.enums import AttnMaskType
 from megatron.core.errors import ConfigError
 from megatron.core.inference_context import InferenceContext
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.sequences.token_layout import TokenLayout
 from megatron.core.tensor_parallel.kept_activations import RecomputedTogether, keep_as
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -232,11 +231,15 @@ class MLASelfAttention(Attention):
             plain = self.config.qk_head_dim
             query = torch.cat((query[..., :plain], apply_rotary(query[..., plain:], inputs.rotation)), dim=-1)
             positions = apply_rotary(positions, inputs.rotation)
-        latent, positions = cache.update(self.layer_number, latent, positions)
-        if self._is_absorbed_cheaper(max(cache.layout.new), latent.shape[0]):
-            return self._attend_absorbed(query, latent, positions, inputs, cache.layout)
+        held, queries = cache.update(self.layer_number, latent, positions), cache.layout.split(query)
+        pairs = zip(queries, held, strict=True)
+        return cache.layout.join([self._attend_to_latents(q, c, p, inputs) for q, (c, p) in pairs])
+
+    def _attend_to_latents(self, query: Tensor, latent: Tensor, positions: Tensor, inputs: LayerInputs) -> Tensor:
+        """query [s, 1, n, d + p], latent [t, 1, rk], positions [t, 1, 1, p], all rotated -> [s, 1, n * dv]."""
+        if self._is_absorbed_cheaper(query.shape[0], latent.shape[0]):
+            return self._attend_absorbed(query, latent, positions, inputs)
         expanded = F.linear(latent, self.linear_kv_up_proj.weight).unflatten(-1, (query.shape[2], -1))
-        # Everything is rotated already.
         query, key, value = join_latent_heads(query, expanded, positions, None)
         return self._attend(query, key, value, inputs)
 
@@ -248,9 +251,7 @@ class MLASelfAttention(Attention):
         longer = (2 * rank - to_heads) * queries * keys  # a latent vector is wider than a key and a value
         return rank * to_heads * queries + longer < rank * to_heads * keys
 
-    def _attend_absorbed(
-        self, query: Tensor, latent: Tensor, positions: Tensor, inputs: LayerInputs, layout: TokenLayout
-    ) -> Tensor:
+    def _attend_absorbed(self, query: Tensor, latent: Tensor, positions: Tensor, inputs: LayerInputs) -> Tensor:
         """query [s, b, n, d + p], latent [t, b, rk], positions [t, b, 1, p] -> [s, b, n * dv]: attention of n heads to
         one key-value head, the latent vectors themselves."""
         plain = self.config.qk_head_dim
@@ -259,17 +260,15 @@ class MLASelfAttention(Attention):
         wide_query = torch.cat((in_latents, query[..., plain:]), dim=-1)  # [s, b, n, rk + p]
         value = latent.unsqueeze(2)  # [t, b, 1, rk]
         key = torch.cat((value, positions), dim=-1)
-        context = self._attend_to_one_head(wide_query, key, value, inputs, layout)
+        context = self._attend_to_one_head(wide_query, key, value, inputs)
         return torch.einsum("sbnr,nvr->sbnv", context, weight[:, plain:]).flatten(2)
 
-    def _attend_to_one_head(
-        self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs, layout: TokenLayout
-    ) -> Tensor:
+    def _attend_to_one_head(self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs) -> Tensor:
         """query [s, b, n, rk + p], key [t, b, 1, rk + p], value [t, b, 1, rk] -> [s, b, n, rk]."""
         config, heads = self.config, query.shape[2]
         sees_all = config.window_size is None and config.attention_chunk_size is None and inputs.attention_mask is None
         is_plain = config.softmax_type == "vanilla" and sees_all
-        if query.shape[0] > 1 or layout.is_packed or not is_plain:
+        if query.shape[0] > 1 or not is_plain:
             return self._attend(query, key, value, inputs).unflatten(-1, (heads, -1))
         # One token sees every key, and so do its heads as so many queries of one head: kernels that would copy the
         # key-value head for each query head have nothing to copy.

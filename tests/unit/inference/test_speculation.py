@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron.core.errors import ConfigError
 from megatron.core.inference.generate import Completion, generate
 from megatron.core.inference.sampling import Draft, Sampling, confirm_tokens, find_probabilities
-from megatron.core.inference.speculation import Speculation
+from megatron.core.inference.speculation import PredictionDrafter
 from megatron.core.models.gpt.gpt_model import GPTModel
 from tests.support.gpt_models import VOCAB_SIZE, build_model
 
@@ -66,7 +66,7 @@ def texts(model: GPTModel, batch: list[list[int]], **options: Any) -> list[Compl
 )
 def test_greedy_texts_are_the_same(flags: str, lengths: tuple[int, ...]) -> None:
     model = model_of(flags)
-    speculation = Speculation(model)
+    speculation = PredictionDrafter(model)
     batch = prompts(*lengths)
     expected = texts(model, batch)
     assert texts(model, batch, speculation=speculation) == expected
@@ -81,7 +81,7 @@ def test_greedy_texts_are_the_same(flags: str, lengths: tuple[int, ...]) -> None
 def test_right_drafts_save_passes(depths: int) -> None:
     """Every draft is right: a pass for each 1 + depths tokens."""
     model = look_ahead(model_of(f"{LLAMA} --disable-bias-linear --mtp-num-layers {depths}"))
-    speculation, calls = Speculation(model), []
+    speculation, calls = PredictionDrafter(model), []
     model.decoder.register_forward_hook(lambda *_: calls.append(1))
     batch = prompts(6)
     expected = texts(model, batch)
@@ -109,7 +109,7 @@ def test_drafts_are_those_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(GPTModel, "compute_further_states", record)
     (prompt,) = prompts(6)
-    (completion,) = texts(model, [prompt], max_new_tokens=6, speculation=Speculation(model))
+    (completion,) = texts(model, [prompt], max_new_tokens=6, speculation=PredictionDrafter(model))
     ids = torch.tensor([[*prompt, *completion.tokens]])
     states: list[Tensor] = []
     model.mtp.register_forward_hook(lambda _, __, output: states.extend(output))
@@ -133,10 +133,16 @@ def test_a_confirmed_token_has_the_models_distribution() -> None:
     sampling, count = Sampling(temperature=0.8, top_k=3), 4000
     wanted = find_probabilities(logits, sampling)[0]
     generator = torch.Generator().manual_seed(11)
-    for drafts in (find_probabilities(other, Sampling()), find_probabilities(logits, sampling), torch.eye(5)[3:4]):
+    certain = torch.eye(5)[1:2]
+    for drafts in (
+        find_probabilities(other, Sampling()),
+        find_probabilities(logits, sampling),
+        certain.roll(2),
+        certain,
+    ):
         found = torch.zeros(5)
         for token in torch.multinomial(drafts[0], count, replacement=True, generator=generator):
-            draft = Draft(token.view(1), drafts)
+            draft = Draft(token.view(1), None if drafts is certain else drafts)
             found[confirm_tokens(logits, draft, sampling, [generator])] += 1
         deviation = (wanted * (1 - wanted) * count).sqrt()
         assert ((found - wanted * count).abs() <= 5 * deviation).all(), f"{found} instead of {wanted * count}"
@@ -149,7 +155,7 @@ def test_sampled_texts_have_the_same_distribution() -> None:
     (prompt,) = prompts(3)
     count, batch, sampling = 600, 3, {"top_k": 3, "temperature": 1.5}
 
-    def sample(seed: int, speculation: Speculation | None) -> collections.Counter[tuple[int, ...]]:
+    def sample(seed: int, speculation: PredictionDrafter | None) -> collections.Counter[tuple[int, ...]]:
         """In small batches, in which a draft is sometimes right in all texts."""
         found: collections.Counter[tuple[int, ...]] = collections.Counter()
         for first in range(seed, seed + count, batch):
@@ -162,7 +168,7 @@ def test_sampled_texts_have_the_same_distribution() -> None:
             )  # fmt: skip
         return found
 
-    speculation = Speculation(model)
+    speculation = PredictionDrafter(model)
     plain, drafted = sample(0, None), sample(10**6, speculation)
     assert 0 < speculation.kept < speculation.drafted
     assert speculation.passes < 3 * count // batch
@@ -178,12 +184,12 @@ def test_sampled_texts_have_the_same_distribution() -> None:
 
 def test_what_cannot_speculate() -> None:
     with pytest.raises(ConfigError, match="--speculate drafts tokens with multi-token prediction, and the model has"):
-        Speculation(model_of(LLAMA))
+        PredictionDrafter(model_of(LLAMA))
     with pytest.raises(ConfigError, match="--speculate drafts"):
-        Speculation(nn.Linear(2, 2))
+        PredictionDrafter(nn.Linear(2, 2))
     dropping = f"{LLAMA} --disable-bias-linear --mtp-num-layers 1 --num-experts 4 --moe-expert-capacity-factor 1"
     with pytest.raises(ConfigError, match="--speculate reads several tokens at once"):
-        Speculation(model_of(dropping))
+        PredictionDrafter(model_of(dropping))
     model = model_of(f"{LLAMA} --mtp-num-layers 1")
     with pytest.raises(ConfigError, match="--speculate needs the cache .* leave out --no-kv-cache"):
-        texts(model, prompts(3), use_cache=False, speculation=Speculation(model))
+        texts(model, prompts(3), use_cache=False, speculation=PredictionDrafter(model))

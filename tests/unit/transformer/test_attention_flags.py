@@ -249,11 +249,11 @@ class GrowingCache:
     def __init__(self) -> None:
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def update(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def update(self, layer_number: int, key: Tensor, value: Tensor) -> list[tuple[Tensor, ...]]:
         if layer_number in self.held:
             key, value = (torch.cat(pair) for pair in zip(self.held[layer_number], (key, value), strict=True))
         self.held[layer_number] = (key, value)
-        return key, value
+        return list(zip(key.split(1, dim=1), value.split(1, dim=1), strict=True))
 
 
 @pytest.mark.parametrize("backend", ["auto", "local"])

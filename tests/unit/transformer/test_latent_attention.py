@@ -266,8 +266,9 @@ def test_a_cache_of_latent_vectors_changes_no_logits(case: str, monkeypatch: pyt
                 cache.begin([end - first] * len(ids))
                 parts.append(model(ids[:, first:end], positions[:, first:end], inference_context=cache))
         torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-4)
-    assert taken[:2] == [False] * 2, "the prompt, in both layers"
-    assert taken[2:6] == [True] * 4, "two single tokens"
+    calls = 2 * len(ids)  # in both layers, for each sequence
+    assert taken[:calls] == [False] * calls, "the prompt"
+    assert taken[calls : 3 * calls] == [True] * 2 * calls, "two single tokens"
 
 
 def test_bytes_of_the_cache() -> None:

@@ -196,7 +196,8 @@ class GPTModel(LanguageModule):
         embedding. loss_mask: [b, s], tokens that count in the losses of multi-token prediction, all when None; the
         caller weights the language-model loss, which alone is returned. packed_seq_params: the
         documents that are packed into one sequence (b = 1), in place of a mask; with context parallelism bounds in the
-        whole sequence. On a stage without output layer: hidden states [s, b, h].
+        whole sequence. In generation only what `inference_context.layout` wants has logits, but with sequence
+        parallelism. On a stage without output layer: hidden states [s, b, h].
         """
         if inference_context is not None and self.pg_collection.cp.size() > 1:
             raise ConfigError(
@@ -223,6 +224,9 @@ class GPTModel(LanguageModule):
         if not self.post_process:
             return hidden_states if not further else self._join_states([hidden_states, *further])
         if labels is None:
+            # With sequence parallelism these are a rank's share of the tokens: the caller takes from logits.
+            if inference_context is not None and not self.config.sequence_parallel:
+                hidden_states = inference_context.layout.take_wanted(hidden_states)
             return self.compute_logits(hidden_states)
         if shift is not None:
             hidden_states = self._attach_further_losses(hidden_states, further, labels, loss_mask, shift)

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +14,6 @@ from megatron.core.enums import AttnMaskType
 from megatron.core.errors import ConfigError
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.sequences.token_layout import TokenLayout
 from megatron.core.tensor_parallel.layers import tensor_parallel_split
 from megatron.core.tensor_parallel.parameters import declare_parameter, parameter_dtype
 from megatron.core.tensor_parallel.products import at_least_float32, wide_dtype
@@ -103,25 +100,20 @@ class DotProductAttention(MegatronModule):
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
-        layout: TokenLayout | None = None,
     ) -> Tensor:
-        """query [s, b, n, d], key [t, b, g, d], value [t, b, g, dv] -> [s, b, n * dv]. Upstream's signature, but for
-        layout.
+        """query [s, b, n, d], key [t, b, g, d], value [t, b, g, dv] -> [s, b, n * dv]. Upstream's signature.
 
         attention_mask: bool [b or 1, 1, s, t], True where a position may not be seen; causal when None, the queries
         being the last of the positions. attn_mask_type: this module's when None. packed_seq_params: documents of a
         packed sequence (b = 1) in place of a mask, and the ranks that share it, of a size in the collection's
         hybrid_cp. With context parallelism s and t are this rank's tokens, and a mask has all keys: [b or 1, 1, s,
-        s * cp]. layout: in generation, of the queries [s, 1, n, d] of packed sequences, whose keys and values lie side
-        by side in their state, each from its first token on. Raises ConfigError for an attention_bias.
+        s * cp]. Raises ConfigError for an attention_bias.
         """
         if attention_bias is not None:
             raise ConfigError("attention_bias is not supported: no backend adds to scores; use attention_mask")
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         visible = Visible.build(attention_mask, mask_type, self.options.window, self.options.chunk)
         inputs = AttentionInputs(query, key, value, visible, self._sinks(query), self.training)
-        if layout is not None:
-            return self._attend_to_state(inputs, layout)
         # Documents decide what is visible, whatever mask type the layer was built with.
         if packed_seq_params is not None:
             return self._attend_within_documents(inputs, packed_seq_params)
@@ -137,24 +129,6 @@ class DotProductAttention(MegatronModule):
         documents = packed_seq_params.layout(inputs.key.shape[0] * ranks)
         visible = Visible(window=inputs.visible.window, documents=documents, chunk=inputs.visible.chunk)
         return self._attend(backend, dataclasses.replace(inputs, visible=visible))
-
-    @outside_of_graphs
-    def _attend_to_state(self, inputs: AttentionInputs, layout: TokenLayout) -> Tensor:
-        assert inputs.visible.mask is None, "a layout says what may be seen; leave out attention_mask"
-        contexts = []
-        for rows, query in layout.group(inputs.query):
-            past, tokens, visible = layout.past[rows], query.shape[0], inputs.visible
-            keys = max(past) + tokens
-            if min(past) < max(past):
-                hidden = layout.keep(
-                    (rows.start, visible.window, visible.chunk, query.device),
-                    partial(_hide_unseen_keys, visible, past, tokens, query.device),
-                )
-                visible = Visible(causal=False, mask=hidden)
-            key, value = inputs.key[:keys, rows], inputs.value[:keys, rows]
-            part = dataclasses.replace(inputs, query=query, key=key, value=value, visible=visible)
-            contexts.append(self._attend(self.backend, part))
-        return layout.join(contexts)
 
     def _attend(self, backend: CoreAttention, inputs: AttentionInputs) -> Tensor:
         """By the backend, on the random stream of its dropout."""
@@ -175,11 +149,3 @@ class DotProductAttention(MegatronModule):
     def extra_repr(self) -> str:
         """Return the name of the implementation, for print(model)."""
         return self.backend.name
-
-
-def _hide_unseen_keys(visible: Visible, past: Sequence[int], tokens: int, device: torch.device) -> Tensor:
-    """bool [b, 1, s, t], True where a key is hidden from queries at as many positions behind each sequence's past."""
-    positions = torch.tensor(past).unsqueeze(1) + torch.arange(tokens)  # [b, s]
-    first, last = visible.find_first_seen(positions).unsqueeze(2), positions.unsqueeze(2)
-    keys = torch.arange(max(past) + tokens)
-    return ((keys < first) | (keys > last)).unsqueeze(1).to(device, non_blocking=True)
