@@ -15,7 +15,6 @@ Weight decay, the choice of an update rule, learning rates of their own and coun
 | experts                               | two Splits: dim 0 over "ep", another dim over "etp"                        |
 | padded vocabulary                     | valid_rows: rows after it are padding, of any number                       |
 | tied embedding on the last stage      | is_copy: not saved, not counted; gradients are summed over "embd"          |
-| scales of a block-quantised weight    | block_scaled(): the same cut on the grid of blocks                         |
 | per-head updates (Muon)               | local_parts(): names and ranges of the parts inside the shard              |
 | rows of queries, keys and values      | named_parts(): names and ranges of the parts of the whole tensor           |
 
@@ -26,7 +25,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -383,42 +381,6 @@ class Placement:
             kind=self.kind,
             parallel_dim=None if self.parallel_dim is None else self.parallel_dim - 1,
         )
-
-    def block_scaled(self, block: Sequence[int], suffix: str = "_scale") -> Placement:
-        """Placement of a tensor with one scale for each block of the weight (block-wise FP8).
-
-        block: length of a block in each dimension. Raises TopologyError when a shard would hold part of a block.
-        """
-        if len(block) != len(self.full_shape) or any(length < 1 for length in block):
-            raise TopologyError(f"{self.name}: blocks of {tuple(block)} do not fit the shape {self.full_shape}")
-        splits = tuple(self._block_split(split, block[split.dim]) for split in self.splits)
-        return Placement(
-            name=self.name + suffix,
-            full_shape=tuple(math.ceil(size / length) for size, length in zip(self.full_shape, block, strict=True)),
-            splits=splits,
-            valid_rows=None if self.valid_rows is None else math.ceil(self.valid_rows / block[0]),
-            is_copy=self.is_copy,
-            kind=self.kind,
-        )
-
-    def _block_split(self, split: Split, block: int) -> Split:
-        size = self.full_shape[split.dim]
-        # For all shards, not only ours, so that all processes refuse, or none.
-        for index in range(split.num_shards):
-            for start, length in dataclasses.replace(split, index=index).boxes(size):
-                if start % block or ((start + length) % block and start + length != size):
-                    raise TopologyError(
-                        f"{self.name}: shard {index} of {split.num_shards} over {split.axis} holds [{start}, "
-                        f"{start + length}) of dimension {split.dim}, which is not a whole number of blocks of {block}"
-                    )
-        if split.parts is None:
-            return split
-        # The ends are rounded, not the sizes, so that the parts add up to the blocks of the whole.
-        ends = list(itertools.accumulate(part.size for part in split.parts))
-        blocks = [math.ceil(end / block) for end in ends]
-        sizes = [end - start for start, end in zip([0, *blocks], blocks, strict=False)]
-        parts = zip(split.parts, sizes, strict=True)
-        return dataclasses.replace(split, parts=tuple(dataclasses.replace(part, size=n) for part, n in parts))
 
 
 def make_grouped_parts(num_groups: int, blocks: Sequence[Part], num_shards: int) -> tuple[Part, ...]:

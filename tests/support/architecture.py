@@ -103,6 +103,7 @@ ENVIRONMENT_READERS = {
 CHOOSES_MODULES = {
     "megatron/core/optional_deps.py": "the one door of optional packages",
     "megatron/core/__init__.py": "its table of names says where each is defined",
+    "megatron/core/lazy_names.py": "tables of names say where each is defined",
     "megatron/core/upstream/names.py": "its tables of names say where each is defined",
     "megatron/core/upstream/modules.py": "import_module() is one of upstream's names",
     "megatron/cli/commands.py": "its table of programs says where each is",

@@ -14,8 +14,7 @@ safe_pickle, legacy            reading what others wrote without running it
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from megatron.core.lazy_names import load_when_used
 
 _NAMES = {
     "ShardedTensor": "mapping",
@@ -26,9 +25,4 @@ _NAMES = {
 }
 
 __all__ = list(_NAMES)  # noqa: PLE0605
-
-
-def __getattr__(name: str) -> Any:
-    if name in _NAMES:
-        return getattr(importlib.import_module(f"megatron.core.dist_checkpointing.{_NAMES[name]}"), name)
-    raise AttributeError(f"megatron.core.dist_checkpointing has no attribute {name!r}")
+__getattr__ = load_when_used(__name__, _NAMES)

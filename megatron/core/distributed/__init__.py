@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from types import ModuleType
 from typing import Any
+
+from megatron.core.lazy_names import load_when_used
 
 _NAMES = {
     "DistributedDataParallel": "distributed_data_parallel",
@@ -17,12 +18,7 @@ _NAMES = {
 }
 
 __all__ = list(_NAMES)  # noqa: PLE0605
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _NAMES:
-        raise AttributeError(f"megatron.core.distributed has no attribute {name!r}")
-    return getattr(importlib.import_module(f"megatron.core.distributed.{_NAMES[name]}"), name)
+__getattr__ = load_when_used(__name__, _NAMES)
 
 
 class _Package(ModuleType):

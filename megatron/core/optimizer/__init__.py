@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from megatron.core.lazy_names import load_when_used
 
 _NAMES = {
     "get_megatron_optimizer": "megatron_optimizer",
@@ -14,9 +13,4 @@ _NAMES = {
 }
 
 __all__ = list(_NAMES)  # noqa: PLE0605
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _NAMES:
-        raise AttributeError(f"megatron.core.optimizer has no attribute {name!r}")
-    return getattr(importlib.import_module(f"megatron.core.optimizer.{_NAMES[name]}"), name)
+__getattr__ = load_when_used(__name__, _NAMES)

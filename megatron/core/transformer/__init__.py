@@ -6,8 +6,7 @@ Names of upstream, imported when they are asked for; inside megatron/ import the
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from megatron.core.lazy_names import load_when_used
 
 _DEFINED_IN = {
     "TransformerConfig": "transformer_config",
@@ -19,9 +18,4 @@ _DEFINED_IN = {
     "TransformerLayerSubmodules": "transformer_layer",
 }
 __all__ = list(_DEFINED_IN)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _DEFINED_IN:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_DEFINED_IN[name]}"), name)
+__getattr__ = load_when_used(__name__, _DEFINED_IN)

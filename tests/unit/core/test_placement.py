@@ -263,59 +263,7 @@ def test_too_few_rows_and_other_widths_are_refused() -> None:
         vocabulary(16, 2, valid=17)
 
 
-# ---- 5: scales of blocks
-
-
-def block_maxima(weight: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """One number for each block of the weight, ragged ends included."""
-    rows = [chunk.split(block[1], dim=1) for chunk in weight.split(block[0], dim=0)]
-    return torch.stack([torch.stack([tile.amax() for tile in row]) for row in rows])
-
-
-def test_scales_have_the_weights_name_and_cut() -> None:
-    scale = column(256, 300, 2).at((1,)).block_scaled((128, 128))
-    assert scale.name == "w_scale"
-    assert (scale.full_shape, scale.local_shape) == ((2, 3), (1, 3))
-    assert scale.boxes() == [((1, 1), (0, 3))]
-
-
-@given(
-    tp=st.sampled_from(SHARDS),
-    block=st.tuples(st.integers(1, 4), st.integers(1, 4)),
-    tiles=st.integers(1, 3),
-    columns=st.integers(1, 9),
-    gated=st.booleans(),
-)
-def test_scales_of_a_shard_are_the_shard_of_the_scales(
-    tp: int, block: tuple[int, int], tiles: int, columns: int, gated: bool
-) -> None:
-    half = tp * block[0] * tiles
-    parts = (Part(half, name="gate"), Part(half, name="up")) if gated else None
-    weight = column(2 * half, columns, tp, parts)
-    full = numbered(*weight.full_shape)
-    scale = weight.block_scaled(block)
-    assert_round_trip(scale)
-    for index in range(tp):
-        of_shard = block_maxima(weight.at((index,)).take(full), block)
-        assert torch.equal(scale.at((index,)).take(block_maxima(full, block)), of_shard)
-
-
-def test_scales_of_shared_key_value_heads() -> None:
-    weight = qkv(groups=2, heads=8, width=4, tp=4)
-    full = numbered(*weight.full_shape)
-    scale = weight.block_scaled((4, 3))
-    assert_round_trip(scale)
-    for index in range(4):
-        of_shard = block_maxima(weight.at((index,)).take(full), (4, 3))
-        assert torch.equal(scale.at((index,)).take(block_maxima(full, (4, 3))), of_shard)
-
-
-def test_blocks_that_a_shard_boundary_cuts_are_refused() -> None:
-    with pytest.raises(TopologyError, match=r"w: shard 0 of 2 over tp holds \[0, 96\) of dimension 0.* blocks of 128"):
-        column(192, 128, 2).block_scaled((128, 128))
-
-
-# ---- 6: Muon's parts
+# ---- 5: Muon's parts
 
 
 def test_local_parts_are_the_whole_heads_of_the_shard() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron.core.errors import ConfigError
 from megatron.core.mesh import VirtualStages
 from megatron.core.pipeline_parallel.p2p_communication import list_connections
-from megatron.core.pipeline_parallel.programs import Program, Transfer, plan_programs, play
+from megatron.core.pipeline_parallel.programs import Program, Transfer, plan_programs
 from megatron.core.pipeline_parallel.schedules import (
     Action,
     ScheduleName,
@@ -23,6 +23,7 @@ from megatron.core.pipeline_parallel.schedules import (
     zero_bubble_h1,
 )
 from megatron.core.pipeline_parallel.timelines import EQUAL_PARTS, Deadlock, Timeline, simulate
+from tests.support.transfer_proof import play
 
 STAGES = (1, 2, 3, 4, 8)
 SMALL = list(itertools.product(range(1, 9), (1, 2, 3, 5, 8, 16)))

@@ -11,13 +11,14 @@ import pytest
 from megatron.core.errors import ConfigError
 from megatron.core.exchange_gap import ExchangeGap
 from megatron.core.mesh import VirtualStages
-from megatron.core.pipeline_parallel.programs import Transfer, plan_programs, play
+from megatron.core.pipeline_parallel.programs import Transfer, plan_programs
 from megatron.core.pipeline_parallel.schedules import Action, build_tables, find_end_beside
 from megatron.core.pipeline_parallel.side_by_side import SideBySide
 from megatron.core.pipeline_parallel.timelines import Deadlock, simulate
 from megatron.core.pipeline_parallel.weight_grad_queue import WeightGradQueue
 from megatron.planner.memory import estimate_memory
 from megatron.training.recipes.gpt import describe_gpt_workload
+from tests.support.transfer_proof import play
 from tests.unit.pipeline_parallel.test_pipeline_flags import pipeline, read
 
 FLAGS = "--overlap-moe-expert-parallel-comm"
