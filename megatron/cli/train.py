@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pretrain a GPT model: what pretrain_gpt.py, `python -m megatron train` and `megatron-train` start.
+"""Pretrain a GPT model or a hybrid: what pretrain_gpt.py, pretrain_hybrid.py, `python -m megatron train` and
+`megatron-train` start.
 
 What is particular to GPT is its recipe, `megatron/training/recipes/gpt.py`: model, data, forward step, loss. This
 program reads the flags and runs the recipe. torch is imported only after the flags have been read, so that help and
@@ -9,13 +10,14 @@ mistakes answer at once.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from megatron.core.errors import MegatronError
+from megatron.core.errors import ConfigError, MegatronError
 from megatron.training.config.container import RunConfig
 from megatron.training.flags.read import read_run_config
 from megatron.training.launch.launch import add_world_size, leave, run_job
@@ -39,9 +41,14 @@ def train(config: RunConfig, hooks: Sequence[Hook] = ()) -> Run:
     return run_recipe(config, dataclasses.replace(build_gpt_recipe(config), foreign_files=HuggingFaceFiles()), hooks)
 
 
-def main() -> int:
-    """Read the flags, then train; returns the exit code."""
+def main(*, needs_letters: bool = False) -> int:
+    """Read the flags, then train; returns the exit code. needs_letters: the model must be a hybrid."""
     config = read_run_config(sys.argv[1:], add_world_size(os.environ))
+    if needs_letters and config.model.hybrid_layer_pattern is None:
+        raise ConfigError(
+            "--hybrid-layer-pattern is missing; give a letter for each layer, such as M-M*- (M Mamba-2, * attention, - "
+            "MLP), or use pretrain_gpt.py"
+        )
     from megatron.cli.summary import Start, SummaryHook
 
     start = Start(sys.argv[0], sys.argv[1:], os.environ, Path.cwd(), is_installed())
@@ -72,10 +79,11 @@ def can_export(run: Run) -> bool:
     return True
 
 
-def run() -> NoReturn:
-    """The whole program: an error becomes its line and exit code, and the process ends here."""
+def run(*, needs_letters: bool = False) -> NoReturn:
+    """The whole program: an error becomes its line and exit code, and the process ends here. needs_letters: as
+    above."""
     # Not sys.exit: see `leave` for what threads of process groups do while the interpreter cleans up.
-    leave(run_job(main, os.environ))
+    leave(run_job(functools.partial(main, needs_letters=needs_letters), os.environ))
 
 
 def find_program(script: str = "pretrain_gpt.py", module: str = __name__) -> list[str]:

@@ -77,7 +77,7 @@ class BranchKind:
 
     name: str
     letter: str
-    """In the pattern of a hybrid; one character."""
+    """In the pattern of a hybrid; one character, or none for a kind that settings choose in place of another."""
     attribute: str
     """The module in a layer, and in names of checkpoints: self_attention, mixer or mlp."""
     count: Callable[[Config, Branch], Counts]
@@ -91,6 +91,8 @@ class BranchKind:
     large however long the sequence is."""
     spec: Any = None
     """A ModuleSpec or a class. None: the layer's spec has a part for this kind."""
+    missing: str | None = None
+    """Of a kind whose layers are counted and numbered, but cannot be built: what to use instead."""
 
 
 def count_norm(config: Config) -> int:

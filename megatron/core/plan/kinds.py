@@ -5,10 +5,11 @@
 |------------------|--------|----------------|-----------------------------------------------------|
 | attention        | *      | self_attention | attention with packed heads                         |
 | latent_attention | +      | self_attention | attention whose keys and values are latent vectors  |
+| sparse_attention | D      | self_attention | latent attention to chosen tokens; cannot be built  |
 | mlp              | -      | mlp            | two products around an activation                   |
 | experts          | E      | mlp            | a router and many MLPs of which few work on a token |
 | mamba            | M      | mixer          | Mamba-2 (state_kinds.py, as the two below)          |
-| gated_delta_net  | G      | self_attention | a gated delta net                                   |
+| gated_delta_net  | G      | self_attention | a gated delta net; gated_delta_net_2 of second form |
 | kimi_delta       | K      | self_attention | Kimi delta attention                                |
 
 A program of a user's own adds a row by `register_kind`, before it makes a config with the kind's letter.
@@ -31,7 +32,7 @@ from megatron.core.plan.branch_kind import (
     share_of_rounded,
 )
 from megatron.core.plan.model_plan import Branch
-from megatron.core.plan.state_kinds import GATED_DELTA_NET, KIMI_DELTA, MAMBA
+from megatron.core.plan.state_kinds import GATED_DELTA_NET, GATED_DELTA_NET_2, KIMI_DELTA, MAMBA
 
 
 def find_kind(name: str) -> BranchKind:
@@ -43,7 +44,7 @@ def find_kind(name: str) -> BranchKind:
 
 def list_letters() -> dict[str, str]:
     """Return letter -> name of all kinds."""
-    return {kind.letter: kind.name for kind in _KINDS.values()}
+    return {kind.letter: kind.name for kind in _KINDS.values() if kind.letter}
 
 
 def register_kind(kind: BranchKind) -> None:
@@ -189,10 +190,16 @@ _KINDS: dict[str, BranchKind] = {
             "latent_attention", "+", "self_attention", _count_latent_attention, _keep_latent_attention, _count_scores,
             "per token",
         ),
+        BranchKind(
+            "sparse_attention", "D", "self_attention", _count_latent_attention, _keep_latent_attention, _count_scores,
+            "per token", missing="sparse attention (DeepSeek-V3.2) does not exist here yet; write + for latent "
+            "attention to all tokens",
+        ),
         BranchKind("mlp", "-", "mlp", _count_mlp, _keep_mlp),
         BranchKind("experts", "E", "mlp", _count_experts, _keep_experts),
         MAMBA,
         GATED_DELTA_NET,
+        GATED_DELTA_NET_2,
         KIMI_DELTA,
     )
 }  # fmt: skip

@@ -32,20 +32,45 @@ def split_letters(pattern: str) -> Letters:
     return Letters(tuple(main.split("|")), tuple(parts) if any(parts) else ())
 
 
+COMING = {
+    "C": "compressed sparse attention of DeepSeek-V4 (a ratio of 4)",
+    "H": "heavily compressed attention of DeepSeek-V4 (a ratio of 128)",
+    "W": "attention of DeepSeek-V4 that sees a sliding window alone",
+    "V": "compressed sparse attention of DeepSeek-V4.1",
+}
+"""Letters of Megatron-LM that stand for no kind of layer here, and what they are there."""
+
+
 def find_letters_problem(pattern: str, known: Collection[str]) -> str | None:
     """Return what is wrong with a pattern, to be read after its flag; None where nothing is. known: the letters that
-    stand for kinds of layers."""
+    stand for kinds of layers. A pattern without a layer is one, too."""
     letters = split_letters(pattern)
-    unknown = [letter for letter in letters.decoder + "".join(letters.predictions) if letter not in known]
-    if "|" in "".join(letters.predictions):
+    prediction = "".join(letters.predictions)
+    if "|" in prediction:
         return "has a cut (|) in a part of multi-token prediction, which lies on one stage; leave it out"
-    if unknown:
+    unknown = next((letter for letter in letters.decoder + prediction if letter not in known), None)
+    if unknown is not None:
+        what = COMING.get(unknown)
+        kind = "for which there is no kind of layer" if what is None else f"{what}, which does not exist here yet"
         return (
-            f"has the letter {unknown[0]!r}, for which there is no kind of layer; the letters are {' '.join(known)}, | "
+            f"has the letter {unknown!r}, {kind}; the letters are {' '.join(known)}, | "
             "between pipeline stages, and / before multi-token prediction"
         )
-    if not letters.decoder:
-        return "has no layer; write a letter for each layer of the decoder"
     if len(set(letters.predictions)) > 1:
         return "has parts of multi-token prediction (behind /) that differ; write the same letters in each"
+    for part, where in ((letters.decoder, ""), (prediction, " in its multi-token prediction")):
+        problem = find_mixture_problem(part)
+        if problem is not None:
+            return problem + where
+    return None
+
+
+def find_mixture_problem(part: str) -> str | None:
+    """Return what is wrong with the letters of one part, or of one stage, beside each other."""
+    latent = next((letter for letter in part if letter in "D+"), None)
+    if "*" in part and latent is not None:
+        return (
+            f"has * and {latent}, attention without latent vectors and with them, which one model cannot have; write "
+            f"{latent} for *, or * for {latent}"
+        )
     return None

@@ -3,12 +3,14 @@
 
 layer of a GPT                  two branches: x = x + attention(norm(x)); x = x + mlp(norm(x))
 letter of a hybrid pattern      one branch
-multi-token prediction          one layer for each depth that has weights, numbered on from the decoder's last one
+multi-token prediction          a layer, in letters one or several, for each depth that has weights, numbered on from
+                                the decoder's last one
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 RotaryKind = Literal["global", "local", "none"]
@@ -60,7 +62,7 @@ class LayerPlan(NamedTuple):
     @property
     def options(self) -> BranchOptions:
         """The options of the first branch, which in a GPT is attention."""
-        return self.branches[0].options
+        return self.branches[0].options if self.branches else BranchOptions()
 
     @property
     def low_precision(self) -> bool:
@@ -85,6 +87,16 @@ class ModelPlan(NamedTuple):
         by itself, gets a copy of the last one."""
         layers = self.layers
         return layers[number - 1] if number <= len(layers) else layers[-1]._replace(number=number)
+
+    def depth(self, number: int) -> tuple[LayerPlan, ...]:
+        """Return the layers of a depth of multi-token prediction that has weights, counted from 1. A number behind the
+        last one gets a copy of the last layer, as above."""
+        depths = self.list_depths()
+        return depths[number - 1] if number <= len(depths) else (self.layer(len(self.decoder) + number),)
+
+    def list_depths(self) -> list[tuple[LayerPlan, ...]]:
+        """List the layers of each depth of multi-token prediction that has weights."""
+        return [tuple(layers) for _, layers in groupby(self.prediction, lambda layer: layer.name.split(".")[2])]
 
     def find(self, parameter: str) -> LayerPlan | None:
         """Return the layer of a parameter, by its name in the whole model; None where it is in no layer."""

@@ -11,6 +11,8 @@ Layers of multi-token prediction, whose numbers follow those of the decoder, are
 |                               | [1,1,0]    | one entry per layer, 1 for a window                            |
 | --no-rope-freq                | 4          | every fourth layer has no rotary positions                     |
 |                               | [0,0,1]    | one entry per layer, 1 for none                                |
+| --linear-attention-freq       | 4          | every fourth layer has softmax attention, the others linear    |
+|                               | [1,1,0]    | one entry per layer, 1 for linear attention                    |
 | --moe-layer-freq              | 2          | every second layer, the first of them too, has experts         |
 |                               | [0,1,1]    | one entry per layer, 1 for experts                             |
 """
@@ -47,6 +49,8 @@ class PlanSettings(NamedTuple):
     num_layers_at_start_in_bf16: int
     num_layers_at_end_in_bf16: int
     hybrid_layer_pattern: str | None
+    experimental_attention_variant: str | None
+    linear_attention_freq: LayerPattern | None
 
     @classmethod
     def read(cls, config: Any) -> PlanSettings:
@@ -83,6 +87,12 @@ class PlanSettings(NamedTuple):
         # Unlike the patterns above, counting begins with the first layer, as upstream has it.
         return self.num_moe_experts is not None and _is_nth(self.moe_layer_freq, place, place - 1)
 
+    def is_linear(self, number: int) -> bool:
+        """Return True if layer `number`, counted from 1, has linear attention in place of the softmax's."""
+        place, full = min(number, self.num_layers), self.linear_attention_freq
+        # As with windows: every n-th layer has the softmax; a list has 1 for linear attention.
+        return full is not None and _is_nth(full, place, place) != isinstance(full, int)
+
     def is_low_precision(self, number: int) -> bool:
         """Return True if layer `number`, counted from 1, multiplies in FP8 or FP4; those of multi-token prediction
         count as inner ones."""
@@ -118,6 +128,7 @@ def pattern_problems(config: Any) -> Iterator[str]:
         ("--window-attn-skip-freq", config.window_attn_skip_freq),
         ("--no-rope-freq", config.no_rope_freq),
         ("--moe-layer-freq", config.moe_layer_freq),
+        ("--linear-attention-freq", config.linear_attention_freq),
     ):
         if isinstance(pattern, int) and pattern < 1:
             yield f"{flag} {pattern} is not every n-th layer; use 1 or more, or one 0 or 1 per layer"

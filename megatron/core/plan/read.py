@@ -12,6 +12,9 @@ from megatron.core.plan.letters import Letters, find_letters_problem, split_lett
 from megatron.core.plan.model_plan import Branch, LayerPlan, ModelPlan
 from megatron.core.plan.patterns import PlanSettings
 
+_GATED_DELTA_NETS = {"gdn": "gated_delta_net", "gated_delta_net": "gated_delta_net", "gdn2": "gated_delta_net_2"}
+"""--experimental-attention-variant -> kind of layers."""
+
 
 def read_plan(config: Any) -> ModelPlan:
     """Return the plan of a TransformerConfig's model. It follows the config's values of this moment; reading equal
@@ -27,9 +30,13 @@ def _build(settings: PlanSettings) -> ModelPlan:
     layers, depths = settings.num_layers or 0, settings.mtp_num_layers or 0
     with_weights = min(depths, 1) if settings.mtp_use_repeated_layer else depths
     attention = "latent_attention" if settings.multi_latent_attention else "attention"
+    linear = _GATED_DELTA_NETS.get(settings.experimental_attention_variant or "", attention)
 
     def plan(number: int, name: str) -> LayerPlan:
-        kinds = (attention, "experts" if settings.has_experts(number) else "mlp")
+        kinds = (
+            linear if settings.is_linear(number) else attention,
+            "experts" if settings.has_experts(number) else "mlp",
+        )
         branches = tuple(_branch(settings, kind, number) for kind in kinds)
         return LayerPlan(number, name, branches, settings.parallel_residual)
 
@@ -45,13 +52,25 @@ def _build_from_letters(settings: PlanSettings, pattern: str) -> ModelPlan:
     letters, kinds = read_letters(pattern), list_letters()
     count, depths = len(letters.decoder), letters.predictions[: 1 if settings.mtp_use_repeated_layer else None]
 
-    def plan(letter: str, number: int, name: str) -> LayerPlan:
-        return LayerPlan(number, name, (_branch(settings, kinds[letter], number),))
+    # The letter says that it is a gated delta net, the flag which form.
+    kinds["G"] = _GATED_DELTA_NETS.get(settings.experimental_attention_variant or "gdn", kinds["G"])
+
+    def plan(letter: str, number: int, name: str, place: int) -> LayerPlan:
+        return LayerPlan(number, name, (_branch(settings, kinds[letter], place),))
 
     return ModelPlan(
-        tuple(plan(letter, index + 1, f"decoder.layers.{index}") for index, letter in enumerate(letters.decoder)),
         tuple(
-            plan(letter, count + depth * len(part) + index + 1, f"mtp.layers.{depth}.mtp_model_layer.layers.{index}")
+            plan(letter, index + 1, f"decoder.layers.{index}", index + 1)
+            for index, letter in enumerate(letters.decoder)
+        ),
+        tuple(
+            # Settings for single layers count those of multi-token prediction from 1, as upstream does.
+            plan(
+                letter,
+                count + depth * len(part) + index + 1,
+                f"mtp.layers.{depth}.mtp_model_layer.layers.{index}",
+                index + 1,
+            )
             for depth, part in enumerate(depths)
             for index, letter in enumerate(part)
         ),
@@ -73,19 +92,55 @@ def read_letters(pattern: str) -> Letters:
     return split_letters(pattern)
 
 
+def follow_letters(config: Any) -> None:
+    """Fill in what the letters of a TransformerConfig say, whose values may be of any type yet: the number of layers
+    and of further tokens, latent attention, and the earlier names of the pattern's flags."""
+    if config.hybrid_layer_pattern is None:
+        config.hybrid_layer_pattern, config.hybrid_override_pattern = config.hybrid_override_pattern, None
+    pattern, depths = config.hybrid_layer_pattern, config.mtp_num_layers
+    if not isinstance(pattern, str):
+        return
+    inner = config.mtp_hybrid_override_pattern
+    if isinstance(inner, str) and isinstance(depths, int) and depths > 0 and "/" not in pattern:
+        config.hybrid_layer_pattern = pattern = pattern + f"/{inner}" * min(depths, 1024)
+        config.mtp_hybrid_override_pattern = None
+    letters = split_letters(pattern)
+    if config.num_layers is None:
+        config.num_layers = max(1, len(letters.decoder))
+    if config.mtp_num_layers is None:
+        config.mtp_num_layers = len(letters.predictions) or None
+    config.is_hybrid_model = True
+    if {"+", "D"} & set(pattern):
+        config.multi_latent_attention = True
+
+
 def letter_problems(config: Any) -> Iterator[str]:
     """Yield what is wrong with the letters of a TransformerConfig, and with settings that contradict them."""
+    from megatron.core.plan.kinds import find_kind, list_letters
+
     pattern: str = config.hybrid_layer_pattern
     letters, asked = read_letters(pattern), config.say("hybrid_layer_pattern")
+    everything = letters.decoder + "".join(letters.predictions)
+    if not letters.decoder:
+        yield f"{asked} has no layer; write a letter for each layer of the decoder"
+        return
     if len(letters.decoder) != config.num_layers:
         yield f"{config.say('num_layers')} contradicts {asked}, which has {len(letters.decoder)} layers; leave it out"
-    for letter, name in (("E", "num_moe_experts"), ("+", "multi_latent_attention")):
-        if (letter in letters.decoder) != bool(getattr(config, name)):
-            yield f"{asked} contradicts {config.flag(name)}: the letter {letter} and that flag go together"
-    if "*" in letters.decoder and config.multi_latent_attention:
+    if len(letters.predictions) != (config.mtp_num_layers or 0):
+        yield (
+            f"{config.say('mtp_num_layers')} contradicts {asked}, which has {len(letters.predictions)} parts of "
+            "multi-token prediction (behind /); leave it out"
+        )
+    for letter, kind in list_letters().items():
+        missing = find_kind(kind).missing
+        if letter in everything and missing is not None:
+            yield f"{asked} has the letter {letter}: {missing}"
+    if ("E" in everything) != bool(config.num_moe_experts):
+        yield f"{asked} contradicts {config.flag('num_moe_experts')}: the letter E and that flag go together"
+    if "*" in everything and config.multi_latent_attention:
         yield f"{asked} has attention with latent vectors and without; write + for * with --multi-latent-attention"
-    for name, neutral in (("parallel_residual", False), ("moe_layer_freq", 1), ("mtp_num_layers", None)):
+    elif config.multi_latent_attention and "+" not in everything and "D" not in everything:
+        yield f"{asked} contradicts --multi-latent-attention: the letter + and that flag go together"
+    for name, neutral in (("parallel_residual", False), ("moe_layer_freq", 1), ("linear_attention_freq", None)):
         if getattr(config, name) != neutral:
             yield f"{config.say(name)} is for layers of two branches, and {asked} has one in each; leave it out"
-    if letters.predictions:
-        yield f"{asked} has layers of multi-token prediction (behind /), which letters cannot build yet; leave them out"

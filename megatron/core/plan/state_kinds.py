@@ -27,6 +27,13 @@ def list_delta_sections(config: Config) -> dict[str, int]:
     return {"query": keys, "key": keys, "value": values, "z": values, "beta": heads, "alpha": heads}
 
 
+def list_delta_2_sections(config: Config) -> dict[str, int]:
+    """The outputs of the first projection of a gated delta net of the second form, section by section."""
+    sizes = list_delta_sections(config)
+    keys, values = sizes["key"], sizes["value"]
+    return {"query": keys, "key": keys, "value": values, "z": values, "f": keys, "b": keys, "w": values}
+
+
 def list_kimi_sections(config: Config) -> dict[str, int]:
     """The outputs of Kimi delta attention's first projection, section by section."""
     heads = config.linear_num_value_heads
@@ -47,6 +54,10 @@ def _count_mamba(config: Config, branch: Branch) -> Counts:
 
 def _count_delta(config: Config, branch: Branch) -> Counts:
     return _count_convolved(config, list_delta_sections(config))
+
+
+def _count_delta_2(config: Config, branch: Branch) -> Counts:
+    return _count_convolved(config, list_delta_2_sections(config))
 
 
 def _count_kimi(config: Config, branch: Branch) -> Counts:
@@ -87,6 +98,10 @@ def _keep_delta(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept
     return _keep(config, tokens, list_delta_sections(config), ("query", "key", "value"))
 
 
+def _keep_delta_2(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:
+    return _keep(config, tokens, list_delta_2_sections(config), ("query", "key", "value"))
+
+
 def _keep_kimi(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:
     return _keep(config, tokens, list_kimi_sections(config), ("query", "key", "value"))
 
@@ -94,6 +109,9 @@ def _keep_kimi(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]
 MAMBA = BranchKind("mamba", "M", "mixer", _count_mamba, _keep_mamba, _work_with_sums, "per sequence")
 GATED_DELTA_NET = BranchKind(
     "gated_delta_net", "G", "self_attention", _count_delta, _keep_delta, _work_with_corrections, "per sequence"
+)
+GATED_DELTA_NET_2 = BranchKind(
+    "gated_delta_net_2", "", "self_attention", _count_delta_2, _keep_delta_2, _work_with_corrections, "per sequence"
 )
 KIMI_DELTA = BranchKind(
     "kimi_delta", "K", "self_attention", _count_kimi, _keep_kimi, _work_with_corrections, "per sequence"

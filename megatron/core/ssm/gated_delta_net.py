@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.plan.state_kinds import list_delta_sections
+from megatron.core.plan.state_kinds import list_delta_2_sections, list_delta_sections
 from megatron.core.ssm.by_tokens import compute_by_tokens
 from megatron.core.ssm.chunks import Inputs
 from megatron.core.ssm.state_mixer import StateMixer, log_uniform_decay, step_sizes
@@ -103,9 +103,7 @@ class GatedDeltaNet2(GatedDeltaNet):
 
     def list_sections(self) -> dict[str, int]:
         """See StateMixer."""
-        sizes = super().list_sections()
-        keys, values = sizes["key"], sizes["value"]
-        return {"query": keys, "key": keys, "value": values, "z": values, "f": keys, "b": keys, "w": values}
+        return list_delta_2_sections(self.config)
 
     def build_parameters(self) -> None:
         """See StateMixer."""

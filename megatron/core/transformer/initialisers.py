@@ -4,7 +4,7 @@
 | weights                              | standard deviation of the normal distribution       |
 |--------------------------------------|-----------------------------------------------------|
 | input projections of attention, MLP  | init_method_std                                     |
-| output projections of attention, MLP | init_method_std / sqrt(branches), 2 x layers of GPT |
+| output projections of attention, MLP | init_method_std / sqrt(2 x layers), hybrids: layers |
 | router, gate of the shared expert    | init_method_std                                     |
 | token and position embeddings        | embedding_init_method_std, else init_method_std     |
 | output layer that is not tied        | init_method_std                                     |
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 
-from megatron.core.plan.read import read_plan
 from megatron.core.tensor_parallel.parameters import Initialiser, normal, xavier_uniform
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -39,11 +38,12 @@ def sink_initialiser(config: TransformerConfig) -> Initialiser:
 
 def output_initialiser(config: TransformerConfig) -> Initialiser:
     """Output projections of attention and MLP: config.output_layer_init_method, or a normal distribution whose standard
-    deviation is divided by sqrt(branches of all layers), so that the residual stream keeps its size (GPT-2, 2.3)."""
+    deviation is divided by sqrt(branches of all layers), so that the residual stream keeps its size (GPT-2, 2.3). A
+    branch that a layer of a GPT does not have counts all the same, as in the reference system."""
     if config.init_method_xavier_uniform:
         return config.output_layer_init_method or xavier_uniform
     # Each branch adds an output to the residual stream; the variance of the sum is that of one.
-    branches = sum(len(layer.branches) for layer in read_plan(config).decoder)
+    branches = (1 if config.is_hybrid_model else 2) * config.num_layers
     narrowing = math.sqrt(float(branches) * config.width_multiplier)
     return config.output_layer_init_method or normal(config.init_method_std / narrowing)
 

@@ -30,10 +30,10 @@ from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.execution.execution import Execution
 from megatron.core.transformer.execution.fp8_layers import multiply_in_fp8
 from megatron.core.transformer.initialisers import input_initialiser
-from megatron.core.transformer.layer_inputs import LayerInputs, StageInputs
+from megatron.core.transformer.layer_inputs import StageInputs
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_block import open_random_stream
+from megatron.core.transformer.transformer_block import TransformerBlock, choose_inputs, open_random_stream
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 # ---- tokens, one place earlier
@@ -120,8 +120,7 @@ class MultiTokenPredictionLayer(MegatronModule):
         groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
         assert config.hidden_size is not None
         self.layer_number, self.tp_group = layer_number, groups.tp
-        plan = read_plan(config)
-        layer = plan.layer(len(plan.decoder) + layer_number)
+        layer = read_plan(config).depth(layer_number)[0]
         self.rotary_kind = layer.options.rotary
         self.enorm = build_module(submodules.enorm, config, config.hidden_size)
         self.hnorm = build_module(submodules.hnorm, config, config.hidden_size)
@@ -162,9 +161,9 @@ class MultiTokenPredictionLayer(MegatronModule):
             hidden_states = scatter_to_sequence_parallel_region(hidden_states, self.tp_group)
         if self.config.fp32_residual_connection:
             hidden_states = hidden_states.float()
-        rotations = {"global": inputs.rotation, "local": inputs.local_rotation, "none": inputs.unrotated}
-        rotation, packed = rotations[self.rotary_kind], inputs.packed_seq_params
-        layer_inputs = LayerInputs(inputs.attention_mask, rotation, inputs.inference_context, packed)
+        # A depth of several layers, in letters, gives each its own.
+        several = isinstance(self.mtp_model_layer, TransformerBlock)
+        layer_inputs = inputs if several else choose_inputs(inputs, self.rotary_kind)
         hidden_states = self.mtp_model_layer(hidden_states, *layer_inputs)
         normalised: Tensor = self.final_layernorm(hidden_states)
         return normalised

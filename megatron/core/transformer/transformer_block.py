@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.device_graphs import Recorder
 from megatron.core.errors import ConfigError
+from megatron.core.plan.model_plan import LayerPlan, RotaryKind
 from megatron.core.plan.read import read_plan
 from megatron.core.plan.stages import find_content_of_stage
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
@@ -39,6 +41,8 @@ class TransformerBlockSubmodules:
 class TransformerBlock(MegatronModule):
     """The layers of one pipeline stage, one after the other: [s, b, h] -> [s, b, h]."""
 
+    final_norm_name: ClassVar[str] = "final_layernorm"
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -62,8 +66,17 @@ class TransformerBlock(MegatronModule):
                 "get_gpt_decoder_block_spec(config, vp_stage=...) on the stage's own process"
             )
         build_final_norm = spec.layer_norm if isinstance(spec, TransformerBlockSubmodules) else build_norm
+        ends_decoder = post_process if config.mtp_num_layers is None else content.ends_decoder
+        has_norm = post_layer_norm and ends_decoder and build_final_norm is not None
+        self._assemble(layers, specs, groups, build_final_norm if has_norm else None)
+
+    def _assemble(
+        self, layers: Sequence[LayerPlan], specs: Sequence[Any], groups: ProcessGroupCollection, build_final_norm: Any
+    ) -> None:
+        """Build the layers, each from its spec, and the final norm, if there is one."""
+        config = self.config
         # Indices from 0 in this stage's ModuleList; numbers from 1, and names, are those of the whole model.
-        self.first_layer = content.layers.start
+        self.first_layer = layers[0].number - 1 if layers else 0
         self.rotary_kinds = [layer.options.rotary for layer in layers]
         self.tp_group = groups.tp
         self.layers = nn.ModuleList(
@@ -77,9 +90,8 @@ class TransformerBlock(MegatronModule):
         self.units = self.execution.divide_layers(len(layers))
         self.offloader = self.execution.build_offloader(groups.pp.rank())
         assert config.hidden_size is not None
-        ends_decoder = post_process if config.mtp_num_layers is None else content.ends_decoder
-        has_norm = post_layer_norm and ends_decoder and build_final_norm is not None
-        self.final_layernorm: Any = build_module(build_final_norm, config, config.hidden_size) if has_norm else None
+        norm = None if build_final_norm is None else build_module(build_final_norm, config, config.hidden_size)
+        setattr(self, self.final_norm_name, norm)
         self.passes: Passes | None = None
 
     def record_layers(self, recorder: Recorder) -> None:
@@ -121,19 +133,12 @@ class TransformerBlock(MegatronModule):
             self.execution.open_pass(),
             recording as (mask, rotation, local, unrotated),
         ):
-            by_kind = {"global": rotation, "local": local, "none": unrotated}
-
-            def run(indices: range, hidden_states: Tensor) -> Tensor:
-                for index in indices:
-                    rotation = by_kind[self.rotary_kinds[index]]
-                    layer_inputs = LayerInputs(mask, rotation, shared.inference_context, shared.packed_seq_params)
-                    with nullcontext() if self.offloader is None else self.offloader.layer(index):
-                        hidden_states = self.layers[index](hidden_states, *layer_inputs)
-                return hidden_states
-
+            recorded = shared._replace(
+                attention_mask=mask, rotation=rotation, local_rotation=local, unrotated=unrotated
+            )
             for layers, is_recomputed in self.units:
                 # Mask, angles and documents come along in the closure: hidden states alone have gradients.
-                unit = functools.partial(run, layers)
+                unit = functools.partial(self.run_layers, layers, recorded)
                 is_repeated = passes is not None and passes.is_replaying  # by the recordings themselves
                 # A cache must not be written to twice.
                 if not is_recomputed or caches or is_repeated:
@@ -143,9 +148,21 @@ class TransformerBlock(MegatronModule):
                     hidden_states = checkpoint(
                         unit, self.execution.divides_unit_inputs, hidden_states, tp_group=self.tp_group
                     )
-        if self.final_layernorm is not None:
-            hidden_states = self.final_layernorm(hidden_states)
+        norm = getattr(self, self.final_norm_name)
+        return hidden_states if norm is None else norm(hidden_states)
+
+    def run_layers(self, indices: range, shared: StageInputs, hidden_states: Tensor) -> Tensor:
+        """Run layers of this stage, counted from 0: [s, b, h] -> [s, b, h]."""
+        for index in indices:
+            with nullcontext() if self.offloader is None else self.offloader.layer(index):
+                hidden_states = self.layers[index](hidden_states, *choose_inputs(shared, self.rotary_kinds[index]))
         return hidden_states
+
+
+def choose_inputs(inputs: StageInputs, rotary: RotaryKind) -> LayerInputs:
+    """Choose those of a layer with such rotary angles among the inputs of its stage."""
+    rotations = {"global": inputs.rotation, "local": inputs.local_rotation, "none": inputs.unrotated}
+    return LayerInputs(inputs.attention_mask, rotations[rotary], inputs.inference_context, inputs.packed_seq_params)
 
 
 def open_random_stream(config: TransformerConfig, training: bool, tp_group: Group) -> AbstractContextManager[None]:

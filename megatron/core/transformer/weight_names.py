@@ -6,6 +6,8 @@
     local     input_layernorm.weight                        mlp.experts.local_experts.N.linear_fc1.weight
     engine    self_attention.linear_qkv.layer_norm_weight   mlp.experts.linear_fc1.weightN
 
+and with engine the convolution of Mamba-2 is mixer.conv1d_weight, not mixer.conv1d.weight.
+
 They are what named_parameters(), state_dict() and their like show, and converters match. Placements, and with them
 initial numbers, checkpoints and the order in memory, have our own names in any case (`find_own_name`).
 """
@@ -23,12 +25,15 @@ from megatron.core.stacked_parameters import divide_stack
 WeightNames = Literal["own", "local", "engine"]
 
 _FUSED = {
+    "mixer.in_proj": "input_layernorm",
+    "self_attention.in_proj": "input_layernorm",
     "self_attention.linear_qkv": "input_layernorm",
     "mlp.linear_fc1": "pre_mlp_layernorm",
     "self_attention.linear_q_up_proj": "self_attention.q_layernorm",
     "self_attention.linear_kv_up_proj": "self_attention.kv_layernorm",
 }
 """Transformer Engine's module of norm and product -> the norm before it, as parts of a layer."""
+_CONVOLUTION = "mixer.conv1d_"
 _PART_OF_EXPERTS = re.compile(r"(?:local_experts\.\d+\.)?(linear_fc[12]\.(?:weight|bias))\d*")
 
 
@@ -37,6 +42,8 @@ def find_own_name(name: str) -> str:
     path, _, kind = name.rpartition(".layer_norm_")
     if path in _FUSED:
         return f"{_FUSED[path]}.{kind}"
+    if name.startswith(_CONVOLUTION):
+        return name.replace("conv1d_", "conv1d.")
     if name.startswith("mlp.experts."):
         return "mlp.experts." + _PART_OF_EXPERTS.sub(r"\1", name.removeprefix("mlp.experts."))
     return name
@@ -53,7 +60,10 @@ def name_weights(layer: nn.Module, names: WeightNames) -> None:
     for path, of_norm in _FUSED.items() if names == "engine" else ():
         product, norm = _find(layer, path), _find(layer, of_norm)
         if product is not None and norm is not None and list(norm._parameters):
-            _lend_parameters(norm, product)
+            _lend_parameters(norm, product, "layer_norm_")
+    convolution = _find(layer, "mixer.conv1d")
+    if names == "engine" and convolution is not None:
+        _lend_parameters(convolution, _find(layer, "mixer"), "conv1d_")
 
 
 def divide_layer(layer: nn.Module, holders: list[nn.Module], *, numbers: bool) -> None:
@@ -73,27 +83,28 @@ def find_norm_class(norm: nn.Module) -> type[nn.Module]:
 
 
 class _Lending:
-    """A norm whose parameters are registered in the projection behind it."""
+    """A module, such as a norm, whose parameters are registered in another one, such as the projection behind it."""
 
     holder: tuple[nn.Module]
 
 
-def _lend_parameters(norm: nn.Module, product: nn.Module) -> None:
-    """Move a norm's parameters to the projection behind it, as layer_norm_weight and layer_norm_bias."""
+def _lend_parameters(norm: nn.Module, product: Any, prefix: str) -> None:
+    """Move a norm's parameters to the projection behind it, as layer_norm_weight and layer_norm_bias, or those of
+    another module to another one under names with this prefix."""
     names = tuple(name for name, param in norm._parameters.items() if param is not None)
     for name in names:
-        product.register_parameter(f"layer_norm_{name}", norm._parameters.pop(name))
+        product.register_parameter(f"{prefix}{name}", norm._parameters.pop(name))
     # In a tuple, so that the projection does not become a part of the norm.
     norm.__dict__["holder"] = (product,)
-    norm.__class__ = _lending_class(type(norm), names)  # type: ignore[arg-type]
+    norm.__class__ = _lending_class(type(norm), names, prefix)  # type: ignore[arg-type]
 
 
 @functools.cache
-def _lending_class(norm_class: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+def _lending_class(norm_class: type[nn.Module], names: tuple[str, ...], prefix: str) -> type[nn.Module]:
     """The class of norm with these parameters, looked up where they are: whoever replaces them replaces them there."""
 
     def look_up(name: str) -> property:
-        return property(lambda norm: getattr(norm.holder[0], f"layer_norm_{name}"))
+        return property(lambda norm: getattr(norm.holder[0], prefix + name))
 
     properties = {name: look_up(name) for name in names}
     return type(norm_class.__name__, (norm_class, _Lending), properties)  # type: ignore[no-any-return]

@@ -6,7 +6,7 @@ Importing megatron.core or megatron.training puts an UpstreamNames with the room
 
     from megatron.core.transformer.identity_op import IdentityOp     a module that has no file here
     from megatron.core.pipeline_parallel.schedules import ...        a name that the module's file does not define
-    from megatron.core.models.mamba import MambaModel                a name without anything behind it: it can be
+    from megatron.core.resharding.refit import ...                    a name without anything behind it: it can be
                                                                      imported, and refuses in a sentence when called
     from megatron.energon import ...                                 a name that nobody imports unconditionally: the
                                                                      ImportError says what to use instead

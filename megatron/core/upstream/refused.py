@@ -5,7 +5,7 @@ from __future__ import annotations
 
 # Each is the rest of a sentence, "MODULE.NAME has nothing behind it here: ...", and says what to do instead.
 _IMAGES = "models are of text only; build your own from the layers, as examples/custom_model.py does"
-_HYBRID = "hybrid models are GPTModel with --hybrid-layer-pattern; see docs/hybrids.md"
+_HYBRID = "mixers exchange states, and norms by group are MambaMixer's own; see docs/hybrids.md"
 _FSDP = "FSDP is PyTorch's: TorchFullyShardedDataParallel, --use-torch-fsdp2"
 _OTHER_ATTENTION = "attention is SelfAttention or MLASelfAttention; give one of your own by --spec or in a ModuleSpec"
 _ENGINE = "generation is megatron.core.inference.generate.generate(); see docs/generation.md"
@@ -79,7 +79,6 @@ REFUSED: dict[str, dict[str, str]] = {
     "megatron.core.models.huggingface": _all(
         "models of Hugging Face are converted by megatron.hf", "HuggingFaceModule"
     ),
-    "megatron.core.models.mamba": _all(_HYBRID, "MambaModel"),
     "megatron.core.models.multimodal.llava_model": _all(_IMAGES, "LLaVAModel"),
     "megatron.core.models.vision.clip_vit_model": _all(_IMAGES, "CLIPViTModel"),
     "megatron.core.models.vision.multimodal_projector": _all(_IMAGES, "MultimodalProjector"),
@@ -95,11 +94,10 @@ REFUSED: dict[str, dict[str, str]] = {
     "megatron.core.resharding.copy_services.nvshmem_copy_service": _all(_RESHARDING, "NVSHMEMCopyService"),
     "megatron.core.resharding.refit": _all(_RESHARDING, "prepare_swap_model_weights", "swap_model_weights"),
     "megatron.core.ssm.gated_delta_net": _all(
-        "GatedDeltaNet is built from its config alone; see docs/hybrids.md", "GatedDeltaNetSubmodules",
+        "GatedDeltaNet is built from its config alone; see docs/hybrids.md",
         "tensor_a2a_cp2hp", "tensor_a2a_hp2cp", "torch_chunk_gated_delta_rule",
     ),
     "megatron.core.ssm.mamba_context_parallel": _all(_HYBRID, "_undo_attention_load_balancing"),
-    "megatron.core.ssm.mamba_layer": _all(_HYBRID, "MambaLayer"),
     "megatron.core.ssm.mamba_mixer": _all(_HYBRID, "ExtendedRMSNorm", "_split_tensor_factory"),
     "megatron.core.tensor_parallel": _all(
         "megatron.core.tensor_parallel.checkpoint computes a part again in backward", "CheckpointWithoutOutput"
@@ -125,7 +123,6 @@ ABSENT: dict[str, str] = {
     "megatron.core.datasets.indexed_dataset._IndexReader": "it is private; use IndexedDataset",
     "megatron.core.datasets.multimodal_dataset": _IMAGES,
     "megatron.core.distributed.fsdp.src": _FSDP,
-    "megatron.core.models.hybrid": _HYBRID,
     "megatron.core.models.multimodal.context_parallel": _IMAGES,
     "megatron.core.models.multimodal.llava_model.DEFAULT_IMAGE_TOKEN_INDEX": _IMAGES,
     "megatron.core.models.multimodal.llava_spec": _IMAGES,

@@ -66,6 +66,13 @@ DEFINED: dict[str, dict[str, str]] = {
     "megatron.core.models.common.language_module.language_module": _in(
         "megatron.core.models.common.language_module", "LanguageModule"
     ),
+    "megatron.core.models.mamba": {"MambaModel": "megatron.core.models.hybrid.hybrid_model"},
+    "megatron.core.models.mamba.mamba_layer_specs": _in(
+        "megatron.core.models.hybrid.hybrid_layer_specs",
+        "mamba_inference_stack_spec",
+        "mamba_stack_spec",
+    ),
+    "megatron.core.models.mamba.mamba_model": {"MambaModel": "megatron.core.models.hybrid.hybrid_model"},
     "megatron.core.num_microbatches_calculator": _in(
         _BATCHES,
         "destroy_num_microbatches_calculator",
@@ -83,6 +90,23 @@ DEFINED: dict[str, dict[str, str]] = {
         "megatron.core.pipeline_parallel.forward_backward", "get_forward_backward_func"
     ),
     "megatron.core.pipeline_parallel.utils": _in(_MODULES, "unwrap_model"),
+    "megatron.core.ssm.gated_delta_net": {
+        "GatedDeltaNetSubmodules": "megatron.core.ssm.state_mixer:StateMixerSubmodules"
+    },
+    "megatron.core.ssm.mamba_hybrid_layer_allocation": _in(
+        "megatron.core.models.hybrid.hybrid_layer_allocation",
+        "ParsedHybridPattern",
+        "Symbols",
+        "get_hybrid_layer_counts",
+        "get_hybrid_total_layer_count",
+        "get_hybrid_total_pipeline_segment_count",
+        "get_layer_maps_from_layer_type_list",
+        "parse_hybrid_pattern",
+        "pattern_from_ratios",
+        "select_pipeline_segment",
+    ),
+    "megatron.core.ssm.mamba_mixer": {"MambaMixerSubmodules": "megatron.core.ssm.state_mixer:StateMixerSubmodules"},
+    "megatron.core.ssm.mlp_layer": {"MLPLayer": "megatron.core.transformer.transformer_layer:TransformerLayer"},
     "megatron.core.tensor_parallel.utils": _in(_LAYERS, "VocabUtility"),
     "megatron.core.tokenizers": _in(_TOKENIZERS, "MegatronTokenizer"),
     "megatron.core.tokenizers.text": _in(_TOKENIZERS, "MegatronTokenizerText"),

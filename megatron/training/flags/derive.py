@@ -14,6 +14,7 @@ from megatron.core.config_base import get_settings
 from megatron.core.errors import ConfigError
 from megatron.core.flag_texts import decimal
 from megatron.core.num_microbatches_calculator import sort_step_schedule
+from megatron.core.plan.letters import split_letters
 from megatron.core.tokenizers.tokenizer_options import DEFAULT_TYPE
 from megatron.training.config.container import Fields, RunConfig
 from megatron.training.config.layout_relations import sharding_flag
@@ -25,6 +26,7 @@ from megatron.training.config.run_groups import group_classes
 def derive(run: RunConfig, given: Set[str]) -> Iterator[str]:
     """Derive everything, in the order in which settings depend on each other; yield notes. given: names of the settings
     that a user wrote."""
+    yield from _letters(run, given)
     yield from _processes(run, given)
     yield from _batch(run)
     _positions(run)
@@ -37,6 +39,35 @@ def derive(run: RunConfig, given: Set[str]) -> Iterator[str]:
     yield from _graphs(run, given)
     yield from _checkpoint(run)
     yield from _data(run)
+
+
+def _letters(run: RunConfig, given: Set[str]) -> Iterator[str]:
+    """What the letters of a hybrid say, against other flags that say it otherwise."""
+    model, asked = run.model, run.say("hybrid_layer_pattern")
+    if model.experimental_attention_variant == "gated_delta_net":
+        yield "--experimental-attention-variant gated_delta_net is an earlier name of gdn"
+    if not isinstance(model.hybrid_layer_pattern, str):
+        if model.mtp_hybrid_override_pattern is not None and model.mtp_num_layers is None:
+            yield "--mtp-hybrid-override-pattern has no effect without --hybrid-layer-pattern and --mtp-num-layers"
+            model.mtp_hybrid_override_pattern = None
+        return
+    letters = split_letters(model.hybrid_layer_pattern)
+    if "hybrid_override_pattern" in given:
+        yield "--hybrid-override-pattern is an earlier name of --hybrid-layer-pattern"
+    if "mtp_hybrid_override_pattern" in given and model.mtp_hybrid_override_pattern is None:
+        yield f"--mtp-hybrid-override-pattern is an earlier way to write {asked}"
+    elif model.mtp_hybrid_override_pattern is not None:
+        yield f"--mtp-hybrid-override-pattern has no effect: {asked} says which layers there are"
+        model.mtp_hybrid_override_pattern = None
+    for name, says in (
+        ("num_layers", max(1, len(letters.decoder))),
+        ("mtp_num_layers", len(letters.predictions) or None),
+        ("moe_layer_freq", 1),
+        ("linear_attention_freq", None),
+    ):
+        if getattr(model, name) != says:
+            yield f"{run.say(name)} has no effect: {asked} says which layers there are"
+            setattr(model, name, says)
 
 
 def _processes(run: RunConfig, given: Set[str]) -> Iterator[str]:

@@ -120,10 +120,17 @@ def build_gpt_model(
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     assert config.gpt.max_position_embeddings is not None, "checked by read_run_config"
-    layer_spec = read_layer_spec(config.gpt.spec, config.model, config.gpt.transformer_impl)
-    return GPTModel(
+    spec = read_layer_spec(config.gpt.spec, config.model, config.gpt.transformer_impl)
+    if config.model.hybrid_layer_pattern is None:
+        build: Callable[..., GPTModel] = functools.partial(
+            GPTModel, transformer_layer_spec=spec, mtp_block_spec=get_gpt_mtp_block_spec(config.model, spec)
+        )
+    else:
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+        build = functools.partial(HybridModel, hybrid_stack_spec=spec)
+    return build(
         config=config.model,
-        transformer_layer_spec=layer_spec,
         vocab_size=padded_vocab_size,
         max_sequence_length=config.gpt.max_position_embeddings,
         pre_process=pre_process,
@@ -135,7 +142,6 @@ def build_gpt_model(
         rope_scaling=config.gpt.use_rope_scaling,
         rope_scaling_factor=config.gpt.rope_scaling_factor,
         seq_len_interpolation_factor=config.gpt.rotary_seq_len_interpolation_factor,
-        mtp_block_spec=get_gpt_mtp_block_spec(config.model, layer_spec),
         pg_collection=pg_collection,
         vp_stage=vp_stage,
     )
@@ -184,13 +190,14 @@ def describe_gpt_operations(
 ) -> Mapping[str, str]:
     """Which implementation each operation got; nothing for a model or a layer of the user's own."""
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.tensor_parallel.products import CommunicationPlan
     from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
     from megatron.core.transformer.execution.operations import describe_operations
     from megatron.core.transformer.execution.transformer_engine_package import choose_implementation
     from megatron.planner.throughput import count_training_flops_per_token
 
-    if config.gpt.spec not in (None, ["local"]) or any(type(chunk) is not GPTModel for chunk in chunks):
+    if config.gpt.spec not in (None, ["local"]) or any(type(chunk) not in (GPTModel, HybridModel) for chunk in chunks):
         return {}
     asked = "local" if config.gpt.spec else config.gpt.transformer_impl
     chosen = choose_implementation(asked, device)
@@ -243,7 +250,7 @@ def _describe_engine(chunks: Sequence[nn.Module]) -> dict[str, str]:
 def read_layer_spec(
     words: Sequence[str] | None, config: TransformerConfig, implementation: str = "local"
 ) -> ModuleSpec:
-    """The ModuleSpec of one transformer layer.
+    """The ModuleSpec of one transformer layer, or of a hybrid's stack of layers.
 
     words: of --spec: a module and the name of a function in it, without parameters or with one for the config, or of a
     ModuleSpec; None or `local`: our own layer. implementation: of --transformer-impl. Raises ConfigError where the
@@ -251,23 +258,35 @@ def read_layer_spec(
     """
     from megatron.core.device import current_device
     from megatron.core.models.gpt.gpt_layer_specs import by_transformer_engine, get_gpt_layer_spec
+    from megatron.core.models.hybrid import hybrid_layer_specs
     from megatron.core.transformer.execution.transformer_engine_package import choose_implementation
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    if words is None or list(words) == ["local"]:
+    is_hybrid, stack = config.hybrid_layer_pattern is not None, hybrid_layer_specs.hybrid_stack_spec
+    found = None if words is None or list(words) == ["local"] else _import_named(*words)
+    # Upstream's scripts name what is the usual stack here.
+    if found is None or (is_hybrid and found is stack):
+        chosen = choose_implementation("local" if words and found is None else implementation, current_device())
+        if is_hybrid:
+            stack = hybrid_layer_specs.get_hybrid_stack_spec()
+            return hybrid_layer_specs.by_transformer_engine_in_stack(stack) if chosen.is_engine else stack
         spec = get_gpt_layer_spec(multi_latent_attention=config.multi_latent_attention)
-        chosen = choose_implementation("local" if words else implementation, current_device())
         return by_transformer_engine(spec) if chosen.is_engine else spec
-    found = _import_named(*words)
+    assert words is not None
     # A builtin, such as os.system, makes no layer, and is not to be called with what it was not made for.
     if callable(found) and not isinstance(found, ModuleSpec) and not inspect.isbuiltin(found):
         try:
             found = found(config) if inspect.signature(found).parameters else found()
+        except ConfigError:
+            raise
         except Exception as error:
             raise _spec_error(words, error) from error
     if not isinstance(found, ModuleSpec):
         raise ConfigError(f"--spec {' '.join(words)} gives a {type(found).__name__}; it must give a ModuleSpec")
-    return found
+    is_stack = isinstance(found.submodules, hybrid_layer_specs.HybridStackSubmodules)
+    if is_stack and not is_hybrid:
+        raise ConfigError(f"--spec {' '.join(words)} is of a stack of letters; add --hybrid-layer-pattern")
+    return found if is_stack or not is_hybrid else hybrid_layer_specs.get_stack_of(found)
 
 
 def _import_named(module_name: str, name: str) -> Any:

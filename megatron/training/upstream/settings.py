@@ -152,8 +152,8 @@ def is_first_or_last_pipeline_stage(vp_stage: int | None = None) -> bool:
 
 
 def is_hybrid_model(args: Namespace) -> bool:
-    """Whether layers other than attention are asked for: never."""
-    return False
+    """Return True for a hybrid, whose layers --hybrid-layer-pattern names."""
+    return getattr(args, "hybrid_layer_pattern", None) is not None
 
 
 def get_blend_and_blend_per_split(args: Namespace) -> tuple[Any, Any]:

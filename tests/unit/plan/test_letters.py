@@ -44,7 +44,8 @@ def test_a_pattern_is_taken_apart(pattern: str, expected: tuple[tuple[str, ...],
         ("M*X", "has the letter 'X', for which there is no kind of layer; the letters are M *"),
         ("M *", "has the letter ' '"),
         ("m*", "has the letter 'm'"),
-        ("/MM", "has no layer"),
+        ("MC", "has the letter 'C', compressed sparse attention of DeepSeek-V4 (a ratio of 4), which does not exist"),
+        ("M*|D", "has the letter 'D'"),
         ("M*/M|M", "has a cut (|) in a part of multi-token prediction"),
         ("M*/MM/M*", "has parts of multi-token prediction (behind /) that differ"),
         ("M*/MM/", "has parts of multi-token prediction (behind /) that differ"),
@@ -62,6 +63,7 @@ def test_a_gpt_in_letters_is_the_same_function() -> None:
     gpt = build_model(f"--num-layers 2 --moe-layer-freq [0,1] {flags}")
 
     def rename(name: str) -> str:
+        name = name.replace("decoder.final_layernorm", "decoder.final_norm")
         start, found, rest = name.partition("decoder.layers.")
         number, _, part = rest.partition(".")
         is_mlp = part.startswith(("mlp.", "pre_mlp"))
@@ -116,12 +118,34 @@ def test_what_no_kind_can_be(name: str, letter: str, problem: str) -> None:
     ("flags", "problem"),
     [
         ("--num-layers 2 --hybrid-layer-pattern *X", "--hybrid-layer-pattern *X has the letter 'X', for which"),
-        ("--num-layers 3 --hybrid-layer-pattern *-", "--num-layers 3 contradicts --hybrid-layer-pattern *-, which has"),
+        ("--hybrid-layer-pattern |/*-", "--hybrid-layer-pattern |/*- has no layer"),
+        ("--hybrid-layer-pattern D-", "has the letter D: sparse attention (DeepSeek-V3.2) does not exist here yet"),
+        (
+            "--hybrid-layer-pattern *- --hybrid-override-pattern *-",
+            "is an earlier name of --hybrid-layer-pattern",
+        ),
+        (
+            "--mtp-num-layers 1 --mtp-hybrid-override-pattern *",
+            "--mtp-hybrid-override-pattern * describes layers behind a decoder of letters",
+        ),
+        (
+            "--num-layers 4 --hybrid-layer-pattern *-*- --pipeline-model-parallel-size 2 "
+            "--num-virtual-stages-per-pipeline-rank 2",
+            "--num-virtual-stages-per-pipeline-rank 2 contradicts --hybrid-layer-pattern, which says all about stages",
+        ),
+        (
+            "--num-layers 4 --hybrid-layer-pattern *-*- --pipeline-model-parallel-size 2 "
+            "--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1",
+            "leaves 2 layers, which do not divide over the 0 other stages",
+        ),
         ("--num-layers 2 --hybrid-layer-pattern *E", "contradicts --num-experts: the letter E and that flag go"),
         ("--num-layers 2 --hybrid-layer-pattern *- --num-experts 4", "contradicts --num-experts: the letter E"),
-        ("--num-layers 2 --hybrid-layer-pattern +-", "contradicts --multi-latent-attention: the letter + and"),
+        ("--hybrid-layer-pattern *- --multi-latent-attention", "has attention with latent vectors and without"),
+        (
+            "--hybrid-layer-pattern M- --multi-latent-attention",
+            "contradicts --multi-latent-attention: the letter + and",
+        ),
         ("--num-layers 2 --hybrid-layer-pattern *- --parallel-residual", "--parallel-residual is for layers of two"),
-        ("--num-layers 2 --hybrid-layer-pattern *-/*-", "which letters cannot build yet"),
         (
             "--num-layers 4 --hybrid-layer-pattern *-*- --pipeline-model-parallel-layout Ett|ttL",
             "--hybrid-layer-pattern *-*- contradicts --pipeline-model-parallel-layout, which says all",

@@ -51,7 +51,7 @@ def test_all_parameters_learn_and_are_counted(pattern: str) -> None:
     assert losses.isfinite().all() and all(grad.any() for grad in grads.values())
     counted = count_parameters(model.config, padded_vocab_size=64, untied=False).decoder.sum_of_all
     # One number for each head or channel does not count, but for norms of the hidden states.
-    norms = ("input_layernorm.weight", "pre_mlp_layernorm.weight", "final_layernorm.weight")
+    norms = ("input_layernorm.weight", "pre_mlp_layernorm.weight", "final_norm.weight")
     held = sum(
         param.numel()
         for name, param in model.named_parameters()

@@ -14,7 +14,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.plan.read import read_plan
 from megatron.core.plan.stages import build_pipeline_layout, fit_virtual_stages
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNet2
 from megatron.core.ssm.kimi_delta_attention import KimiDeltaAttention
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.ssm.state_mixer import StateMixer, get_state_mixer_spec
@@ -43,6 +43,7 @@ from megatron.core.transformer.weight_names import WeightNames
 STATE_MIXERS: dict[str, type[StateMixer]] = {
     "mamba": MambaMixer,
     "gated_delta_net": GatedDeltaNet,
+    "gated_delta_net_2": GatedDeltaNet2,
     "kimi_delta": KimiDeltaAttention,
 }
 """Kinds of branches (core/plan/kinds.py) whose state has a constant size."""
@@ -298,7 +299,7 @@ def get_gpt_mtp_block_spec(
             layer_norm=build_norm,
         ),
     )
-    layers = [layer] * len(read_plan(config).prediction)
+    layers = [layer] * len(read_plan(config).list_depths())
     return ModuleSpec(
         module=MultiTokenPredictionBlock, submodules=MultiTokenPredictionBlockSubmodules(layer_specs=layers)
     )

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 class GPTModel(LanguageModule):
     """Decoder-only transformer (Radford et al., 2018), GPT-2 or Llama style as its config says."""
+
+    block_type: ClassVar[Callable[..., TransformerBlock]] = TransformerBlock
 
     def __init__(
         self,
@@ -90,7 +92,7 @@ class GPTModel(LanguageModule):
         with torch.device("meta" if config.init_model_with_meta_device else current_device()):
             if (pre_process or self.predicts_further) and self.embedding_owner_chunk is None:
                 self.embedding = self._build_embedding(embedding_holders)
-            self.decoder = TransformerBlock(
+            self.decoder = self.block_type(
                 config,
                 transformer_layer_spec,
                 post_process=post_process,

@@ -9,7 +9,6 @@ from typing import Any
 
 from megatron.core.config_base import derived, flag
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.plan.letters import split_letters
 from megatron.core.setting import Needs
 
 _FUSED_LOSS = Needs("--cross-entropy-loss-fusion", lambda run: run.cross_entropy_loss_fusion)
@@ -24,7 +23,13 @@ class ArchitectureFields(ModelParallelConfig):
     """Transformer layers."""
     hybrid_layer_pattern: str | None = flag(None, kind="shape")
     """A letter for each layer of the decoder, each with one branch: * attention, + latent attention, - MLP, E experts,
-    and those of a program's own kinds. | stands between pipeline stages; --num-layers follows."""
+    M Mamba-2, G gated delta net, K Kimi delta attention, and those of a program's own kinds. | stands between pipeline
+    stages, / before the layers of each depth of multi-token prediction; --num-layers and --mtp-num-layers follow."""
+    hybrid_override_pattern: str | None = flag(None, kind="shorthand")
+    """Earlier spelling of --hybrid-layer-pattern."""
+    is_hybrid_model: bool = flag(False, kind="numerics")
+    """Output projections start as in a decoder of one branch a layer: --init-method-std over the root of the number of
+    layers, instead of twice as many. Follows from --hybrid-layer-pattern."""
     hidden_size: int = flag(None, minimum=1, maximum=2**24, example=768, kind="shape")
     """Width of the residual stream."""
     ffn_hidden_size: int = flag(None, minimum=1, maximum=2**26, kind="shape")
@@ -85,11 +90,6 @@ class ArchitectureFields(ModelParallelConfig):
     """Bias, dropout and residual as one operation."""
     final_logit_softcapping: float | None = flag(None, above=0, kind="function")
     """Bound on the output layer's logits: logit -> bound x tanh(logit / bound) (Gemma 2)."""
-
-    def normalize(self) -> None:
-        super().normalize()
-        if isinstance(self.hybrid_layer_pattern, str) and self.num_layers is None:
-            self.num_layers = max(1, len(split_letters(self.hybrid_layer_pattern).decoder))
 
     def derive(self) -> None:
         super().derive()

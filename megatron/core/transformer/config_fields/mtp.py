@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.config_base import flag
+from megatron.core.plan.read import follow_letters
 from megatron.core.setting import Needs
 from megatron.core.transformer.config_fields.architecture import ArchitectureFields
 
@@ -34,10 +35,29 @@ class MTPFields(ArchitectureFields):
     """These layers lie on another pipeline stage than the loss. Follows from --pipeline-model-parallel-layout, with an
     m for each of them, such as Ettt|m|L; given without such a layout it is refused."""
 
+    mtp_hybrid_override_pattern: str | None = flag(
+        None,
+        kind="shorthand",
+        needs=Needs("--hybrid-layer-pattern without /", lambda run: "/" not in (run.hybrid_layer_pattern or "/")),
+    )
+    """Earlier spelling of what stands behind / in --hybrid-layer-pattern, once for each of --mtp-num-layers."""
+
     def normalize(self) -> None:
         super().normalize()
         # As for experts: scripts write 0 for a model without.
         self.mtp_num_layers = self.mtp_num_layers or None
+        follow_letters(self)
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.hybrid_override_pattern is not None and self.hybrid_layer_pattern is not None:
+            yield f"{self.say('hybrid_override_pattern')} is an earlier name of --hybrid-layer-pattern; keep one"
+        is_alone = self.hybrid_layer_pattern is None and self.mtp_num_layers is not None
+        if self.mtp_hybrid_override_pattern is not None and is_alone:
+            yield (
+                f"{self.say('mtp_hybrid_override_pattern')} describes layers behind a decoder of letters; give "
+                "--hybrid-layer-pattern, or --mtp-num-layers alone, whose layers are like the decoder's last one"
+            )
 
     @property
     def detaches_prediction(self) -> bool:

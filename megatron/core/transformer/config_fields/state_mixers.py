@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.config_base import flag, name_multiples
+from megatron.core.flag_texts import layer_pattern
+from megatron.core.plan.read import read_plan
 from megatron.core.setting import Needs
 from megatron.core.transformer.config_fields.positions import PositionFields
 
@@ -18,13 +20,29 @@ def _needs_letter(letters: str) -> Needs:
     )
 
 
-_MAMBA, _DELTA = _needs_letter("M"), _needs_letter("GK")
+_MAMBA = _needs_letter("M")
+_DELTA = Needs(
+    "a gated delta net, --linear-attention-freq with --experimental-attention-variant or the letter G or K in "
+    "--hybrid-layer-pattern",
+    lambda run: run.linear_attention_freq is not None or bool({"G", "K"} & set(run.hybrid_layer_pattern or "")),
+)
+_VARIANT = Needs("--experimental-attention-variant gdn or gdn2", lambda run: run.experimental_attention_variant)
 
 
 @dataclass(kw_only=True, init=False, repr=False, eq=False)
 class StateMixerFields(PositionFields):
     """Heads and widths of states."""
 
+    experimental_attention_variant: str | None = flag(
+        None, choices=("gdn", "gdn2", "dsa", "gated_delta_net"), planned_choices=("dsa",), kind="shape",
+        explanation="sparse attention",
+    )  # fmt: skip
+    """What --linear-attention-freq puts in place of softmax attention: gdn a gated delta net, gdn2 its second form,
+    whose gates differ by channel. With --hybrid-layer-pattern, the form of the letter G. gated_delta_net is an earlier
+    name of gdn."""
+    linear_attention_freq: int | list[int] | None = flag(None, parse=layer_pattern, kind="shape", needs=_VARIANT)
+    """Layers of a GPT with linear attention: a number means every n-th has softmax attention and the others have not, a
+    list has one entry per layer, 1 for linear attention."""
     mamba_state_dim: int = flag(128, minimum=1, maximum=65536, kind="shape", needs=_MAMBA)
     """Numbers that a Mamba-2 layer keeps for each channel of a head (N)."""
     mamba_head_dim: int = flag(64, minimum=1, maximum=65536, kind="shape", needs=_MAMBA)
@@ -54,13 +72,19 @@ class StateMixerFields(PositionFields):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        letters, ranks = set(self.hybrid_layer_pattern or ""), self.tensor_model_parallel_size
-        if "M" in letters:
+        kinds, ranks = {branch.kind for branch in read_plan(self).branches()}, self.tensor_model_parallel_size
+        if "mamba" in kinds:
             yield from self._mamba_problems(ranks)
-        if letters & {"G", "K"}:
+        if kinds & {"gated_delta_net", "gated_delta_net_2", "kimi_delta"}:
             yield from self._delta_problems(ranks)
-        if "K" in letters:
+        if "kimi_delta" in kinds:
             yield from self._kimi_problems()
+        is_named = self.linear_attention_freq is not None or self.hybrid_layer_pattern is not None
+        if self.experimental_attention_variant not in (None, "dsa") and not is_named:
+            yield (
+                f"{self.say('experimental_attention_variant')} does not say which layers have it; add "
+                "--linear-attention-freq, or use --hybrid-layer-pattern with the letter G"
+            )
 
     def _mamba_problems(self, ranks: int) -> Iterator[str]:
         inner, width, groups = self.mamba_inner_width, self.mamba_head_dim, self.mamba_num_groups

@@ -103,6 +103,7 @@ BASES = ("", f"{_EFFECTIVE} rope --use-rope-scaling",
          "--position-embedding-type rope --num-layers 2 --no-rope-freq 2 --attn-temperature-scale 0.1 --qk-l2-norm",
          "--num-experts 4 --swiglu --ffn-hidden-size 64 --moe-shared-expert-intermediate-size 64",
          "--mtp-num-layers 2 --position-embedding-type rope",
+         "--num-layers 2 --linear-attention-freq 2 --experimental-attention-variant gdn",
          "--num-layers 2 --hybrid-layer-pattern MK --mamba-num-groups 2 --mamba-num-heads 4 "
          "--mamba-head-dim 8 --linear-num-key-heads 4 --linear-num-value-heads 4 --linear-key-head-dim 8 "
          "--linear-value-head-dim 8")  # fmt: skip

@@ -182,7 +182,7 @@ def test_nobody_is_told_to_leave_out_what_changes_the_run() -> None:
     ("flags", "sentence"),
     [
         ("--mtp-hsm", "it comes with hidden state mixing for multi-token prediction; it is part of what is computed"),
-        ("--mtp-hybrid-override-pattern M*", "use --mtp-num-layers, whose layers are transformer layers"),
+        ("--experimental-attention-variant dsa", "which give another run"),
         (
             "--freeze-all-layers",
             "it is part of what is computed, and no other flag gives the same run until then",

@@ -75,6 +75,9 @@ CURRENT = [former for former in former_flags() if former.is_upstream]
     "--no-inference-disable-ep-consensus", "--inference-shards", "--one-logger", "--no-one-logger",
     "--one-logger-project", "--one-logger-run-name", "--one-logger-async", "--app-tag-run-name",
     "--app-tag-run-version", "--export-te-mcore-model", "--export-default-te-spec", "--export-force-local-attention",
+    "--gdp-num-householder", "--gdp-cutedsl-kernel", "--gdp-num-chunk-states-to-recompute",
+    "--disable-mamba-mem-eff-path", "--mamba-training-ssm-states-dtype", "--mamba-inference-conv-states-dtype",
+    "--mamba-inference-ssm-states-dtype",
 )  # fmt: skip
 @pytest.mark.parametrize("former", CURRENT, ids=lambda former: former.name)
 def test_what_needs_no_switch_is_noted(former: object) -> None:
