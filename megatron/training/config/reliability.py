@@ -68,6 +68,9 @@ def parse_fault(text: str) -> SimulatedFault:
     return SimulatedFault(kind, int(match[1]), int(match[2]), value)
 
 
+_STRAGGLER = Needs("--log-straggler", lambda run: run.log_straggler)
+
+
 @dataclass(kw_only=True)
 class ReliabilityConfig(CheckedConfig):
     """Faults: what finds them, and how to rehearse them."""
@@ -86,6 +89,16 @@ class ReliabilityConfig(CheckedConfig):
     """Bring a fault about, once in the life of a run, restarts included: kill, stop or exception; slow (from then on,
     by a factor, 2 if not given); nan and bitflip (VALUE names the tensor); disk (the next save finds no room); network
     (no communication for so many seconds). May be given several times."""
+
+    log_straggler: bool = False
+    """Report, every --log-interval iterations, the ranks that are fastest and slowest in forward passes and in fetching
+    data, and name a rank that stays far slower than the others."""
+    straggler_ctrlr_port: int = flag(65535, minimum=1, maximum=65535, needs=_STRAGGLER)
+    """Port on this machine, of the first rank: whoever connects to it switches the reports on or off."""
+    straggler_minmax_count: int = flag(1, minimum=1, unit="ranks", needs=_STRAGGLER)
+    """List so many of the slowest and of the fastest ranks, where there are more ranks; 1: none."""
+    disable_straggler_on_startup: bool = flag(False, needs=_STRAGGLER)
+    """Report only when switched on by --straggler-ctrlr-port."""
 
     def problems(self) -> Iterator[str]:
         """Each fault can be read."""

@@ -38,6 +38,7 @@ from megatron.training.hooks.progress_history import ProgressHistoryHook
 from megatron.training.hooks.replicas import WeightHashHook
 from megatron.training.hooks.routes import RoutingReplayHook, RoutingTraceHook
 from megatron.training.hooks.simulated_faults import SimulatedFaultsHook
+from megatron.training.hooks.stragglers import StragglerHook
 from megatron.training.hooks.writers import MetricsFileHook, TensorBoardHook, WandbHook
 from megatron.training.run import Hook, HookContext
 
@@ -46,6 +47,7 @@ HOOKS: tuple[type[Hook], ...] = (
     StepHook, PredictionHook,
     ZerosHook, ExpertsHook, AttentionLogitsHook, FP8Hook, TrafficHook, BalanceHook, LayerNormsHook, EnergyHook,
     TimingHook, MemoryHook, PipelineClockHook, NamedRangesHook, ProfilerHook, MemoryHistoryHook, HangWatchHook,
+    StragglerHook,
     # Phase.WRITE
     ConsoleHook, MetricsFileHook, TensorBoardHook, WandbHook, ProgressHistoryHook,
     # Phase.CONTROL

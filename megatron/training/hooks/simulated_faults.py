@@ -55,8 +55,9 @@ class SimulatedFaultsHook(Hook):
         for fault in self._faults:
             if fault.kind in ("nan", "bitflip"):
                 _find_parameter(run, fault)
+        self._worked_until = time.process_time()
         for chunk in run.model:
-            chunk.module.register_forward_hook(self._be_slow)
+            chunk.module.register_forward_pre_hook(self._be_slow)
 
     def wrap_step(self, step: Step) -> Step:
         """The same step, whose first micro-batch meets the faults of the iteration."""
@@ -72,7 +73,6 @@ class SimulatedFaultsHook(Hook):
 
     def _strike_first(self, run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
         self._strike(run, run.progress.iteration + 1, lambda f: not (f.value or "").startswith("grad:"))
-        self._worked_until = time.process_time()
         # Not `yield from`, which would close the run's iterator with this one.
         for batch in batches:  # noqa: UP028
             yield batch

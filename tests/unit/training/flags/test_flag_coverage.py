@@ -191,7 +191,7 @@ def test_nobody_is_told_to_leave_out_what_changes_the_run() -> None:
         ("--optimizer adaptive_muon", "which give another run"),
         ("--enable-gpt-oss", "spell them out: --position-embedding-type yarn"),
         ("--export-qk-l2-norm", "use --qk-l2-norm, the same layer here"),
-        ("--log-straggler", "leave it out; the numbers stay the same"),
+        ("--gpu-sniff-test-interval 5", "leave it out; the numbers stay the same"),
     ],
 )
 def test_what_a_refusal_advises(flags: str, sentence: str) -> None:

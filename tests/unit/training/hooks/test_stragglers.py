@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""--log-straggler: the report's lines, and which ranks are slower than the others."""
+
+from __future__ import annotations
+
+import random
+import re
+import socket
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from megatron.training.config.reliability import ReliabilityConfig
+from megatron.training.hooks.stragglers import RankTimes, StragglerHook, describe_times, find_slow_ranks
+from tests.functional.pretrain_runs import TINY, free_port, run, run_ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 16, 1000])
+def test_a_rank_that_is_slower_by_three_tenths_is_found_among_noisy_ones(ranks: int) -> None:
+    generator = random.Random(ranks)
+    for _ in range(20):
+        usual = generator.uniform(1, 1000)
+        times = [usual * generator.uniform(0.98, 1.02) for _ in range(ranks)]
+        assert find_slow_ranks("forward", times) == []
+        slow = generator.randrange(ranks)
+        times[slow] = 1.3 * usual
+        (found,) = find_slow_ranks("forward", times)
+        assert (found.rank, found.phase, found.milliseconds) == (slow, "forward", 1.3 * usual)
+    assert find_slow_ranks("forward", [5.0]) == []
+
+
+def test_lines_of_the_report() -> None:
+    times = [RankTimes("a", 10.0, 1.0, True), RankTimes("a", 20.0, 0.5, True), RankTimes("b", 12.5, 2.0, True)]
+    first, bottom, top = describe_times(times, 1000.0, 2)
+    assert re.sub(r"\[.*\]", "[now]", first) == (
+        "[now] | MnRtt/Rnk: 10.00ms/0 | MxRtt/Rnk: 20.00ms/1 | MnDRtt/Rnk: 0.50ms/1 | MxDRtt/Rnk: 2.00ms/2 | "
+        "MnEtpt/Rnk: 50.00TF/1 | MxEtpt/Rnk: 100.00TF/0 |"
+    )
+    assert bottom == "^^^^ Bottom 2 Ranks with lowest Etpt(TF): 50.00/1, 80.00/2"
+    assert top == "^^^^ Top    2 Ranks with highest Etpt(TF): 100.00/0, 80.00/2"
+    assert len(describe_times(times, 1000.0, 1)) == 1
+
+
+@pytest.mark.flags("--log-straggler", "--straggler-minmax-count")
+def test_a_run_names_the_rank_that_is_slow(tmp_path: Path) -> None:
+    flags = [*TINY, "--train-iters", "8", "--global-batch-size", "6", "--log-interval", "2"]
+    slow = ["--simulate-fault", "slow:1,1,12", "--save", tmp_path]
+    outcome = run_ranks([*flags, "--log-straggler", "--straggler-minmax-count", "2", *slow], 3)
+    assert outcome.returncode == 0, outcome.stderr
+    lines = [line for line in outcome.stdout.splitlines() if "MnRtt/Rnk" in line]
+    assert len(lines) == 4
+    assert all("/1 | MnDRtt" in line for line in lines[1:]), "the slowest in forward"
+    assert "^^^^ Bottom 2 Ranks with lowest Etpt(TF): " in outcome.stdout
+    (named,) = [line for line in outcome.stdout.splitlines() if "is slow in forward" in line]
+    assert named.startswith(f"warning: rank 1 ({socket.gethostname()}) is slow in forward: ")
+
+
+@pytest.mark.flags("--disable-straggler-on-startup")
+def test_reports_can_be_off_from_the_start() -> None:
+    outcome = run([*TINY, "--log-straggler", "--disable-straggler-on-startup", "--straggler-ctrlr-port", free_port()])
+    assert outcome.returncode == 0, outcome.stderr
+    assert "MnRtt/Rnk" not in outcome.stdout
+
+
+@pytest.mark.flags("--straggler-ctrlr-port")
+def test_a_connection_switches_reports_on_and_off() -> None:
+    port = int(free_port())
+    hook = StragglerHook(ReliabilityConfig(log_straggler=True, straggler_ctrlr_port=port), 1)
+    hook._listen()
+    try:
+        for word in ("off", "on"):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}", timeout=5) as answer:
+                assert answer.read().decode() == f"straggler reports are {word} from the next interval on\n"
+            assert hook._is_on is (word == "on")
+    finally:
+        assert hook._switch is not None
+        hook._switch.close()
