@@ -56,14 +56,15 @@ class Suspect:
     median: float
 
 
-def find_slow_ranks(phase: str, milliseconds: Sequence[float]) -> list[Suspect]:
+def find_slow_ranks(phase: str, milliseconds: Sequence[float], least: float = 0.0) -> list[Suspect]:
     """Return the ranks whose time is far above the others': by the median and the median deviation from it, which
-    a few slow ranks do not move. Two ranks have no majority: the slower one is compared with the faster one."""
+    a few slow ranks do not move. Two ranks have no majority: the slower one is compared with the faster one. least: a
+    smaller difference, in ms, matters to nobody."""
     if len(milliseconds) < 2:
         return []
     median = min(milliseconds) if len(milliseconds) == 2 else statistics.median(milliseconds)
     deviation = statistics.median(abs(value - median) for value in milliseconds) if len(milliseconds) > 2 else 0.0
-    limit = median + max(_SHARE * median, _DEVIATIONS * deviation)
+    limit = median + max(least, _SHARE * median, _DEVIATIONS * deviation)
     return [Suspect(rank, phase, value, median) for rank, value in enumerate(milliseconds) if value > limit]
 
 
@@ -175,9 +176,12 @@ class StragglerHook(Hook):
         work = (run.flops_per_token or 0.0) * self._tokens / self._iterations / 3 / len(times) / 1e9
         for line in describe_times(times, work, self._settings.straggler_minmax_count):
             say(line)
+        forward = [t.forward_ms for t in times]
+        # Fetching takes next to nothing where loaders read ahead: twice of that is not slow.
+        least = _SHARE * statistics.median(forward)
         found = [
-            *find_slow_ranks("forward", [t.forward_ms for t in times]),
-            *find_slow_ranks("fetching data", [t.data_ms for t in times]),
+            *find_slow_ranks("forward", forward),
+            *find_slow_ranks("fetching data", [t.data_ms for t in times], least),
         ]
         for key in set(self._slow) - {(suspect.phase, suspect.rank) for suspect in found}:
             del self._slow[key]

@@ -28,6 +28,7 @@ def test_a_rank_that_is_slower_by_three_tenths_is_found_among_noisy_ones(ranks: 
         (found,) = find_slow_ranks("forward", times)
         assert (found.rank, found.phase, found.milliseconds) == (slow, "forward", 1.3 * usual)
     assert find_slow_ranks("forward", [5.0]) == []
+    assert find_slow_ranks("fetching data", [0.1, 0.1, 0.9], least=1.0) == []
 
 
 def test_lines_of_the_report() -> None:
