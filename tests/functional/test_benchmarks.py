@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import checkpointing, experts, generality, memory, overlap
+from benchmarks import checkpointing, experts, generality, memory, mixers, overlap
 from benchmarks.train_step import Sizes
 from megatron.training.launch.local_job import run_locally
 from megatron.training.verify.parity_layouts import parse_layout
@@ -60,6 +60,15 @@ def test_layers_of_experts_that_are_compared_are_the_same() -> None:
         torch.testing.assert_close(variants[name](), expected)
     for name in ("dense", "products"):
         variants[name]()
+
+
+@pytest.mark.parametrize("letter", mixers.KINDS)
+def test_mixers_that_are_compared(letter: str) -> None:
+    """A layer keeps what its plan says, within 3 %, and everything that is timed runs."""
+    held, formula = mixers.measure_memory(letter, 512)
+    assert held == pytest.approx(formula, rel=0.03)
+    found = mixers.measure_speed(letter, 32, 1) | {"generation": mixers.measure_generation(letter, 1)}
+    assert all(value > 0 for value in found.values())
 
 
 def test_latent_attention_holds_the_bytes_of_the_formula() -> None:

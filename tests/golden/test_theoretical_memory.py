@@ -119,6 +119,8 @@ def test_the_tool_prints_the_report() -> None:
     command = [sys.executable, str(ROOT / "tools" / "report_theoretical_memory.py"), *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment(variables), cwd=ROOT)
     assert done.returncode == 0, done.stderr
+    assert "Number of parameters in total: 174641012736" in done.stderr
+    assert "FLOPs of a global batch (as upstream counts): " in done.stderr
     assert squeeze(done.stdout) == squeeze(CASES["gpt3_175b_tp8pp16"]["result"]["report_text"])
 
 

@@ -73,8 +73,8 @@ def capture() -> Iterator[list[Launch]]:
         yield launches
 
 
-def compile_for_h200(launch: Launch) -> MachineCode:
-    """Compile as Triton would for these arguments on a GPU of compute capability 9.0."""
+def compile_for_h200(launch: Launch, capability: int = 90) -> MachineCode:
+    """Compile as Triton would for these arguments on a GPU of compute capability 9.0, or of another one, times ten."""
     signature: dict[str, str] = {}
     constants = dict(launch.constants)
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
@@ -90,7 +90,7 @@ def compile_for_h200(launch: Launch) -> MachineCode:
             attributes[(index,)] = [["tt.divisibility", 16]]
     signature |= dict.fromkeys(launch.constants, "constexpr")
     source = ASTSource(launch.kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": launch.num_warps})
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": launch.num_warps})
     asm = compiled.asm
     return MachineCode(asm["ttir"], asm["ptx"], *_read_resources(asm["cubin"]), compiled.metadata.shared)
 

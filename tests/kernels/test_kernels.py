@@ -24,6 +24,8 @@ from megatron.core.activations import bias_gated_activation, find_activation  # 
 from megatron.core.kernels import fp8_cast, launching  # noqa: E402
 from megatron.core.kernels.adam import update_adam  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
+from megatron.core.ssm.chunks import Inputs  # noqa: E402
+from megatron.core.ssm.linear_attention import attend  # noqa: E402
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy  # noqa: E402
 from megatron.core.transformer.execution import operations  # noqa: E402
 from megatron.core.transformer.execution.operations import describe_operations  # noqa: E402
@@ -127,9 +129,16 @@ def eight_bits() -> None:
     fp8_cast.turn(values)
 
 
+def states() -> None:
+    """Of Kimi Linear: the delta rule with decay by channel."""
+    query, key, value = (torch.randn(1, 128, 2, 128).bfloat16().requires_grad_() for _ in range(3))
+    decay, strength = -torch.rand(1, 128, 2, 128), torch.rand(1, 128, 2)
+    attend(Inputs(query, key, value, decay, strength, strength))[0].sum().backward()
+
+
 OPERATIONS: list[Callable[[], None]] = [
     weighted_gate, loss, stream_and_norm, adam, rotation, interleaved_rotation, combination, expert_weight_gradient,
-    eight_bits, latent_heads,
+    eight_bits, latent_heads, states,
 ]  # fmt: skip
 
 
@@ -154,6 +163,16 @@ def test_machine_code_reads_16_bytes_at_a_time_and_spills_nothing(
         # matrix are fewer.
         narrow = re.findall(r"arith\.muli .* : (?:tensor<[\dx]*xi32>|i32)\b", code.ttir)
         assert not narrow or name == "add_expert_weight_grads", (name, narrow)
+
+
+def test_states_are_passed_on_by_blackwell_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensor cores multiply there; nothing lies on a stack, and shared memory suffices."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with capture() as launches:
+        states()
+    for launch in {launch.kernel.__name__: launch for launch in launches}.values():
+        code = compile_for_h200(launch, 100)
+        assert "mma" in code.ptx and code.stack_bytes == 0 and code.shared_bytes <= 227 * 1024
 
 
 def test_products_use_the_tensor_cores() -> None:

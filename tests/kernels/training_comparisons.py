@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.tensor_parallel.parameters import parameter_dtype
-from tests.kernels import comparisons, norm_comparisons  # noqa: F401 - they enter theirs beside those below
+from tests.kernels import comparisons, norm_comparisons, state_comparisons  # noqa: F401 - they enter theirs, too
 from tests.kernels.harness import COMPARISONS, assert_close, compared, kernels_chosen, randn, without_kernels
 from tests.support.gpt_models import build_model, token_batch
 from tests.support.run_flags import run_config
@@ -113,4 +113,4 @@ def whole_models(device: str) -> None:
 
 
 ALL_COMPARISONS = COMPARISONS
-"""These, those of comparisons.py and of norm_comparisons.py."""
+"""These, those of comparisons.py, of norm_comparisons.py and of state_comparisons.py."""

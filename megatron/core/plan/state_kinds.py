@@ -80,30 +80,45 @@ def _work_with_corrections(config: Config, branch: Branch, seq_length: int) -> i
     return work
 
 
-def _keep(config: Config, tokens: Tokens, sections: dict[str, int], convolved: tuple[str, ...]) -> Iterator[Kept]:
+def _keep(
+    config: Config,
+    tokens: Tokens,
+    sections: dict[str, int],
+    convolved: tuple[str, ...],
+    wide: int,
+    narrow: int = 0,
+) -> Iterator[Kept]:
+    """wide, narrow: numbers of decay and strength for each token, in float32 and in the model's format."""
     yield from keep_input(config, Branch(""), tokens, "attn_norm", "qkv_linear")
-    per_channel = tokens.all * count_bytes(config) / config.tensor_model_parallel_size
+    per_rank = tokens.all / config.tensor_model_parallel_size
+    per_channel = per_rank * count_bytes(config)
     of_convolution = per_channel * sum(sections[name] for name in convolved)
     yield Kept("the sections of its first product", per_channel * sum(sections.values()), is_factor=True)
     yield Kept("the convolution's output", of_convolution, has_gradient=True)
-    yield Kept("its activation", of_convolution, has_gradient=True)
+    yield Kept("decay and strength", per_rank * 4 * wide + per_channel * narrow)
+    # On a CPU, where few chunks are computed at a time, the states between them are kept, too: about 1 %.
     yield Kept("the state's output, before and after its gate", 2 * per_channel * sections["z"], is_factor=True)
 
 
 def _keep_mamba(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:
-    return _keep(config, tokens, list_mamba_sections(config), ("x", "B", "C"))
+    sections = list_mamba_sections(config)
+    return _keep(config, tokens, sections, ("x", "B", "C"), 2 * sections["dt"])
 
 
 def _keep_delta(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:
-    return _keep(config, tokens, list_delta_sections(config), ("query", "key", "value"))
+    sections = list_delta_sections(config)
+    return _keep(config, tokens, sections, ("query", "key", "value"), sections["alpha"], sections["beta"])
 
 
 def _keep_delta_2(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:
-    return _keep(config, tokens, list_delta_2_sections(config), ("query", "key", "value"))
+    sections = list_delta_2_sections(config)
+    narrow = sections["b"] + sections["w"]
+    return _keep(config, tokens, sections, ("query", "key", "value"), sections["f"], narrow)
 
 
 def _keep_kimi(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:
-    return _keep(config, tokens, list_kimi_sections(config), ("query", "key", "value"))
+    sections = list_kimi_sections(config)
+    return _keep(config, tokens, sections, ("query", "key", "value"), sections["g"], sections["beta"])
 
 
 MAMBA = BranchKind("mamba", "M", "mixer", _count_mamba, _keep_mamba, _work_with_sums, "per sequence")

@@ -85,15 +85,15 @@ class Chunks:
             system = self._pairs[1] if self._erases_by_channel else self._pairs[1] * self._erase
             self._solved = self._spread(invert(system))
             self._causes = self._spread(self._causes)
-        self._left = self._spread(self._leaving)
+        self._left, self._kept = self._spread(self._leaving), self._spread(self._keep)
 
     def _spread(self, x: Tensor) -> Tensor:
-        """What heads share, once for each."""
-        return x.expand(*self._value.shape[:4], *x.shape[4:])
+        """What heads share, once for each, without gaps, as kernels want it."""
+        return x.expand(*self._value.shape[:4], *x.shape[4:]).contiguous()
 
     def _pass(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return pass_states(
-            self._written_first, self._causes, self._solved, self._left, self._keep, state.unflatten(1, self._heads)
+            self._written_first, self._causes, self._solved, self._left, self._kept, state.unflatten(1, self._heads)
         )
 
     @property
@@ -113,7 +113,7 @@ class Chunks:
         of_output = self._divide(of_output.to(written.dtype))
         decay, pairs = self._decay, self._pairs
         of_values, after, of_state = pass_states_backward(
-            self._causes, self._solved, self._left, self._keep, self._entering.mT @ of_output, pairs[0].mT @ of_output,
+            self._causes, self._solved, self._left, self._kept, self._entering.mT @ of_output, pairs[0].mT @ of_output,
             of_last.unflatten(1, self._heads),
         )  # fmt: skip
         decay.keep_backward(self._keep, after * states)

@@ -6,13 +6,16 @@ leave it [C, K] and f the decay over it:
 
     U_n = V_n, or T_n (V_n - X_n S_n)            S_{n+1} = f_n S_n + L_n^T U_n
 
-Tensors are [n, ..., rows, columns], with the chunks first.
+Tensors are [n, ..., rows, columns], with the chunks first, in float32 or float64. On a GPU one kernel goes over all
+chunks, one each way (core/kernels/states.py); here a loop starts some products for each.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from megatron.core.kernels import launching
 
 
 def pass_states(
@@ -23,6 +26,10 @@ def pass_states(
     values [n, ..., C, V]; causes, leaving [n, ..., C, K]; solved [n, ..., C, C]; keep [n, ..., K or 1, 1]; state
     [..., K, V].
     """
+    if _fits(state) and launching.uses_kernels(values, causes, solved, leaving, keep, state):
+        from megatron.core.kernels import states as kernels
+
+        return kernels.pass_states(values, causes, solved, leaving, keep, state)
     states = values.new_empty(len(values), *state.shape)
     written = values if causes is None else torch.empty_like(values)
     changes = leaving.mT @ values if causes is None else None
@@ -49,6 +56,10 @@ def pass_states_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the values [n, ..., C, V], of the states after the chunks [n, ..., K, V], and of the
     first state [..., K, V]; of_states, of_written, of_last are those of `pass_states`' results from elsewhere."""
+    if _fits(of_last) and launching.uses_kernels(causes, solved, leaving, keep, of_states, of_written, of_last):
+        from megatron.core.kernels import states as kernels
+
+        return kernels.pass_states_backward(causes, solved, leaving, keep, of_states, of_written, of_last)
     after = torch.empty_like(of_states)
     of_values = of_written if causes is None else torch.empty_like(of_written)
     for chunk in reversed(range(len(of_written))):
@@ -62,3 +73,8 @@ def pass_states_backward(
     if causes is None:
         of_values = of_written + leaving @ after
     return of_values, after, of_last
+
+
+def _fits(state: Tensor) -> bool:
+    """Whether kernels take keys of so many channels: a state has to stay in registers."""
+    return state.shape[-2] <= 128
