@@ -10,8 +10,11 @@ from setuptools import find_namespace_packages, setup
 
 ROOT = Path(__file__).parent
 DOCUMENTATION = ["mkdocs>=1.6"]
+INFERENCE = ["pydantic>=2.6", "starlette>=0.37", "uvicorn>=0.29"]
 DEVELOPMENT = [
     *DOCUMENTATION,
+    *INFERENCE,
+    "httpx>=0.27",
     "hypothesis>=6.100",
     "jinja2>=3.1",
     "matplotlib>=3.7",
@@ -76,7 +79,7 @@ setup(
         "te": ["transformer-engine[pytorch]>=2.9"],
         "dev": DEVELOPMENT,
         "docs": DOCUMENTATION,
-        "inference": ["fastapi>=0.110", "uvicorn>=0.29"],
+        "inference": INFERENCE,
         "wandb": ["wandb>=0.16"],
         "plot": ["matplotlib>=3.7"],
         "data": ["nltk>=3.9", "tiktoken>=0.9", "zstandard>=0.22"],

@@ -62,7 +62,7 @@ class Messages(History):
         super().__init__(tokenizer, most_tokens)
         self.first: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self.messages: list[Message] = []
-        self.ends += [token for token in self._find_ends() if token not in self.ends]
+        self.ends += [token for token in tokenizer.find_answer_ends(self.first) if token not in self.ends]
 
     def describe(self) -> str:
         return "the model answers through its tokenizer's chat template"
@@ -91,17 +91,6 @@ class Messages(History):
 
     def _tokenize(self, messages: Sequence[Message]) -> list[int]:
         return self.tokenizer.apply_chat_template([*self.first, *messages], add_generation_prompt=True)
-
-    def _find_ends(self) -> list[int]:
-        """The special token that the template writes after an answer; it need not be the one that ends documents."""
-        answer = "An answer."
-        turns: list[Message] = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": answer}]
-        text = self.tokenizer.render_chat([*self.first, *turns])
-        after = text.rpartition(answer)[2].strip()
-        first = self.tokenizer.tokenize_as_is(after)[:1]
-        # A word of several characters that is one token, and stands in angle or square brackets, is no piece of text.
-        is_special = bool(first) and len(word := self.tokenizer.detokenize(first).strip()) > 2 and word[0] in "<["
-        return first if is_special and after.startswith(word) else []
 
 
 class Text(History):

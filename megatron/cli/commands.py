@@ -32,6 +32,7 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
         Command("train", "megatron.cli.train", "pretrain a GPT model, or train one on", "run"),
         Command("launch", "megatron.cli.launch", "train in several processes: torchrun, with the error last"),
         Command("generate", "megatron.cli.generate", "continue texts with a trained model, or talk with it"),
+        Command("serve", "megatron.cli.serve", "answer over HTTP: OpenAI's interface, and a page to try the model"),
         Command("convert", "megatron.hf.convert", "models from and to Hugging Face directories"),
     ),
     "Datasets": (

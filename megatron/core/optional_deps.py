@@ -15,14 +15,16 @@ from typing import Any
 from megatron.core.errors import ConfigError
 
 OPTIONAL: dict[str, str] = {
+    "annotated_types": "annotated-types",
     "deep_ep": "deep_ep",
-    "fastapi": "fastapi",
     "flash_attn": "flash-attn",
     "fsspec": "fsspec",
     "jinja2": "jinja2",
+    "lm_eval": "lm-eval",
     "matplotlib": "matplotlib",
     "nltk": "nltk",
     "psutil": "psutil",
+    "pydantic": "pydantic",
     "pynvml": "nvidia-ml-py",
     "rich": "rich",
     "safetensors": "safetensors",

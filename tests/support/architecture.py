@@ -82,7 +82,17 @@ MAY_IMPORT["hf"] = (
     *GROUND, *MODEL_TOWER, "core.distributed", "training.config", "training.recipes", "training.run",
     "training.checkpoint", "training.flags",
 )  # fmt: skip
-MAY_IMPORT["cli"] = (*GROUND, *MODEL_TOWER, *ENGINE_TOWER, "core.inference", "planner", *TRAINING_ROOMS, "hf")
+MAY_IMPORT["cli"] = (
+    *GROUND,
+    *MODEL_TOWER,
+    *ENGINE_TOWER,
+    "core.inference",
+    "planner",
+    *TRAINING_ROOMS,
+    "hf",
+    "serving",
+)
+MAY_IMPORT["serving"] = (*GROUND, "core.tokenizers", "core.inference")
 MAY_IMPORT["bridge"] = ("hf",)  # the doors under the name that users' documents have
 MAY_IMPORT["__main__"] = ("cli",)
 ENTRY_POINTS = ("pretrain_gpt.py", "tools", "examples", "benchmarks")
@@ -99,6 +109,7 @@ ENVIRONMENT_READERS = {
     "megatron/training/launch/initialize.py": "the launcher's variables, MEGATRON_CRASH_POINT",
     "megatron/core/device.py": "MEGATRON_DEVICE and LOCAL_RANK",
     "megatron/core/errors.py": "MEGATRON_TRACEBACK",
+    "megatron/cli/serve.py": "MEGATRON_API_KEY: a command line is seen by all users of a machine",
 }
 CHOOSES_MODULES = {
     "megatron/core/optional_deps.py": "the one door of optional packages",

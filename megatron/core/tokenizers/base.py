@@ -87,3 +87,15 @@ class Tokenizer(ABC):
     def tokenize_as_is(self, text: str) -> list[int]:
         """Token ids of a text, without the special tokens that `tokenize` puts around it."""
         return self.tokenize(text)
+
+    def find_answer_ends(self, first: Sequence[Message] = ()) -> list[int]:
+        """The special token that the chat template writes after an answer, if it writes one; it need not be the one
+        that ends documents. first: messages before a conversation."""
+        answer = "An answer."
+        turns: list[Message] = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": answer}]
+        text = self.render_chat([*first, *turns])
+        after = text.rpartition(answer)[2].strip()
+        found = self.tokenize_as_is(after)[:1]
+        # A word of several characters that is one token, and stands in angle or square brackets, is no piece of text.
+        is_special = bool(found) and len(word := self.detokenize(found).strip()) > 2 and word[0] in "<["
+        return found if is_special and after.startswith(word) else []

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answer over HTTP with a trained model: OpenAI's interface, and upstream's PUT /api.
+
+    python -m megatron serve --load CHECKPOINTS --port 5000
+
+http://localhost:5000/ is a page to try the model on. The server listens on this machine alone unless --host says
+otherwise. SIGTERM and Ctrl-C end it: what is being written may go on for a few seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.core.errors import ConfigError, command_line, say
+from megatron.training.flags.argument import ProgramParser, path
+
+GRACE_SECONDS = 5.0
+"""After SIGTERM, for what is being written."""
+EXIT_LOST = 75
+"""The model failed: try again."""
+_KEY_VARIABLE = "MEGATRON_API_KEY"
+_UNKNOWN_LENGTH = 2048
+"""Tokens of a text, where neither the model nor its training says how many."""
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line. A mistake in it raises ConfigError."""
+    parser = ProgramParser(__doc__, see="serve --help")
+    add = parser.add_argument_group("the model").add_argument
+    add("--load", metavar="DIR", required=True, type=path, help="directory of checkpoints, or one iter_ directory")
+    add("--ckpt-step", metavar="N", type=int, help="iteration to load (the latest)")
+    add("--bf16", action="store_true", help="compute in bfloat16: half the memory")
+    add("--served-model-name", metavar="NAME", help="what clients call the model (the directory's name)")
+    add = parser.add_argument_group("the server").add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine alone)")
+    add("--port", metavar="N", type=int, default=5000, help="port (5000); 0: any that is free")
+    add("--api-key", metavar="KEY", help=f"what clients must send; else {_KEY_VARIABLE} of the environment")
+    add("--api-key-file", metavar="FILE", type=path, help="file with a key on each line")
+    add("--request-timeout", metavar="SECONDS", type=float, default=600.0, help="of one request (600)")
+    add("--max-waiting", metavar="N", type=int, default=256, help="requests that may wait; more get 429 (256)")
+    add = parser.add_argument_group("the engine").add_argument
+    add("--inference-max-seq-length", metavar="N", type=int, help="tokens of a text, prompt included (the model's)")
+    add("--inference-dynamic-batching-max-requests", metavar="N", type=int, default=64, help="at work together (64)")
+    add("--inference-dynamic-batching-max-tokens", metavar="N", type=int, default=512, help="of one pass (512)")
+    add("--capacity-tokens", metavar="N", type=int, help="tokens of all texts together (8 of the longest)")
+    add("--no-prefix-caching", action="store_true", help="compute every prompt anew")
+    add("--num-speculative-tokens", metavar="N", type=int, default=0, help="tokens drafted at a time (0: none)")
+    add("--speculate", choices=["lookup", "mtp"], default="lookup", help="who drafts them (lookup: the text so far)")
+    arguments = parser.parse_args(argv)
+    if not 0 <= arguments.port < 65536:
+        raise ConfigError(f"--port {arguments.port} must be 0 to 65535")
+    if not arguments.request_timeout > 0 or arguments.max_waiting < 0:
+        raise ConfigError("--request-timeout must be above 0, and --max-waiting at least 0")
+    if not arguments.load.exists():
+        raise ConfigError(f"--load {arguments.load} does not exist")
+    return arguments
+
+
+def read_keys(arguments: argparse.Namespace, environment: dict[str, str]) -> tuple[str, ...]:
+    """The keys of which clients must send one; none where everybody may ask."""
+    keys = [arguments.api_key] if arguments.api_key is not None else []
+    if arguments.api_key_file is not None:
+        try:
+            keys += arguments.api_key_file.read_text(encoding="utf-8").split()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--api-key-file {arguments.api_key_file} cannot be read: {error}") from error
+    if not keys and environment.get(_KEY_VARIABLE):
+        keys = [environment[_KEY_VARIABLE]]
+    if "" in keys or (not keys and arguments.api_key_file is not None):
+        raise ConfigError("--api-key is empty, like a shell variable that is not set; give a key, or leave it out")
+    return tuple(keys)
+
+
+def open_socket(host: str, port: int) -> socket.socket:
+    """The socket that the server listens on. Raises ConfigError where that cannot be."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, kind, protocol)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+        found.listen(128)
+    except OSError as error:
+        raise ConfigError(f"--host {host} --port {port}: {error.strerror or error}; give another port") from error
+    return found
+
+
+def start_server(application: Any, listening: socket.socket) -> tuple[Any, threading.Thread]:
+    """uvicorn in a thread of its own: signals are the main thread's."""
+    from megatron.core.optional_deps import require
+
+    uvicorn = require("uvicorn", needed_by="serve")
+    config = uvicorn.Config(
+        application.build(), log_level="warning", access_log=False, timeout_keep_alive=30,
+        timeout_graceful_shutdown=2, limit_concurrency=2048, lifespan="off",
+    )  # fmt: skip
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name="http", daemon=True)
+    thread.start()
+    return server, thread
+
+
+def build_engine(arguments: argparse.Namespace) -> tuple[Any, Any]:
+    """The engine, and what the server knows of its model."""
+    from megatron.core.inference.engine import Engine, EngineSettings
+    from megatron.core.inference.speculation import Drafter, PredictionDrafter, PromptLookup
+    from megatron.serving.answers import ServedModel
+    from megatron.training.checkpoint.trained_model import load_trained_model
+
+    trained = load_trained_model(arguments.load, arguments.ckpt_step, bf16=arguments.bf16)
+    longest = trained.max_sequence_length or trained.config.data.seq_length or _UNKNOWN_LENGTH
+    asked = arguments.inference_max_seq_length
+    if asked is not None and trained.max_sequence_length is not None and asked > longest:
+        raise ConfigError(f"--inference-max-seq-length {asked}: the model has {longest} positions; give at most that")
+    longest = longest if asked is None else asked
+    settings = EngineSettings(
+        longest,
+        capacity_tokens=arguments.capacity_tokens or 8 * longest,
+        max_requests=arguments.inference_dynamic_batching_max_requests,
+        max_step_tokens=arguments.inference_dynamic_batching_max_tokens,
+        reuses_prefixes=not arguments.no_prefix_caching,
+    )
+    drafter: Drafter | None = None
+    if arguments.num_speculative_tokens > 0:
+        is_own = arguments.speculate == "mtp"
+        drafter = PredictionDrafter(trained.model) if is_own else PromptLookup(arguments.num_speculative_tokens)
+    engine = Engine(trained.model, settings, vocab_size=trained.vocab_size, drafter=drafter)
+    tokenizer = trained.tokenizer
+    ends = [tokenizer.eod] if tokenizer.eod is not None and tokenizer.eod >= 0 else []
+    if tokenizer.chat_template is not None:
+        ends += tokenizer.find_answer_ends()
+    name = arguments.served_model_name or Path(arguments.load).resolve().name
+    return engine, ServedModel(name, tokenizer, longest, trained.vocab_size, tuple(dict.fromkeys(ends)))
+
+
+def serve(arguments: argparse.Namespace, environment: dict[str, str]) -> int:
+    """Listen, load the model, and answer until a signal comes. Returns the exit code."""
+    from megatron.serving.app import Application, Limits
+    from megatron.serving.service import Service
+
+    keys = read_keys(arguments, environment)
+    is_local = arguments.host in ("127.0.0.1", "localhost", "::1")
+    service = Service(arguments.max_waiting)
+    limits = Limits(request_seconds=arguments.request_timeout, api_keys=keys, is_local=is_local)
+    application = Application(service, limits)
+    listening = open_socket(arguments.host, arguments.port)
+    server, thread = start_server(application, listening)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: service.drain(GRACE_SECONDS))
+    address = f"http://{arguments.host}:{listening.getsockname()[1]}"
+    say(f"listening on {address}, loading the model", sys.stderr)
+    if not is_local and not keys:
+        say("warning: everybody who reaches this address may use the model; give --api-key", sys.stderr)
+    code = 0
+    try:
+        engine, application.served = build_engine(arguments)
+        if service.state == "loading":
+            say(f"ready: {application.served.name} at {address}", sys.stderr)
+            service.run(engine)
+    except RuntimeError as error:
+        say(f"error: the model failed: {error}", sys.stderr)
+        code = EXIT_LOST
+    finally:
+        server.should_exit = True
+        thread.join(timeout=4)
+        listening.close()
+    return code
+
+
+@command_line
+def main() -> int:
+    """Read the command line and serve."""
+    return serve(parse_arguments(sys.argv[1:]), dict(os.environ))
