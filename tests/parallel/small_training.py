@@ -73,8 +73,8 @@ OPTIONS = {
         --moe-shared-expert-intermediate-size 24 --moe-router-score-function sigmoid --moe-router-enable-expert-bias
         --moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-topk-scaling-factor 2.5
         --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1""",
-    # Mamba-2, a gated delta net, Kimi delta attention and attention: a layer each, of one branch.
-    "states": """--hybrid-layer-pattern MGK* --position-embedding-type rope --normalization RMSNorm
+    # Mamba-2, a gated delta net, Kimi delta attention and attention, a layer each; two further tokens are predicted.
+    "states": """--hybrid-layer-pattern MGK*/M-/M- --position-embedding-type rope --normalization RMSNorm
         --disable-bias-linear --untie-embeddings-and-output-weights --mamba-num-heads 6 --mamba-head-dim 5
         --mamba-num-groups 2 --mamba-state-dim 7 --linear-num-key-heads 4 --linear-num-value-heads 4
         --linear-key-head-dim 6 --linear-value-head-dim 6 --linear-conv-kernel-dim 3""",

@@ -70,6 +70,8 @@ _LAYERS = re.compile(
 _BEGINNINGS = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+    ("mixer.in_proj.layer_norm_", "input_layernorm."),
+    ("self_attention.in_proj.layer_norm_", "input_layernorm."),
     ("mlp.experts.experts.", "mlp.experts."),
 )
 """How what follows the layer's number begins: in upstream's names, where a norm is part of the linear layer after it,

@@ -13,6 +13,7 @@ from megatron.core.errors import CheckpointError
 from megatron.core.process_groups_config import Group
 from megatron.training.checkpoint import upcycling
 from megatron.training.checkpoint.differences import Change, describe_shape_differences
+from megatron.training.checkpoint.layer_names import find_renaming, rename_tensors
 from megatron.training.checkpoint.save_directories import warn_once
 from megatron.training.config.checkpoint import STRICTNESS
 from megatron.training.run import Run
@@ -31,6 +32,8 @@ def fill_tensors(
     strictness = STRICTNESS[run.config.checkpoint.dist_ckpt_strictness]
     # With --no-initialization a weight that the checkpoint lacks would hold whatever was in memory.
     may_lack = strictness.may_lack and run.config.model.perform_initialization
+    rename = find_renaming(run, changes, str(path))
+    tensors = tensors if rename is None else rename_tensors(tensors, rename)
     try:
         with upcycling.load_as_dense(run, tensors) if from_dense else contextlib.nullcontext(tensors) as asked:
             report = load(asked, may_lack=may_lack, may_have_more=strictness.may_have_more)

@@ -101,6 +101,9 @@ def find_upstream_changes(common: CommonState, config: RunConfig) -> list[Change
             comparable = isinstance(then, _COMPARED) and isinstance(now, _COMPARED)
             if setting.kind in ("shape", "function") and setting.name.startswith("--") and comparable:
                 saved[group][name] = then
+            # A GPT has no letters, and settings of earlier releases have no such name.
+            elif name == "hybrid_layer_pattern":
+                saved[group][name] = then or common.args.get("hybrid_override_pattern")
             # None says that the model is dense, where it says anything.
             elif name == "num_moe_experts" and then is None and "num_experts" in common.args:
                 saved[group][name] = None

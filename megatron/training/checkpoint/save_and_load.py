@@ -56,6 +56,7 @@ from megatron.training.checkpoint.differences import (
 )
 from megatron.training.checkpoint.documents import RNG, STATE, read_rng, read_state
 from megatron.training.checkpoint.filling import fill_tensors, list_replicas
+from megatron.training.checkpoint.layer_names import ask_for_sections
 from megatron.training.checkpoint.local_saves import find_local_part, load_locally, save_locally
 from megatron.training.checkpoint.run_tensors import (
     build_sharded_fallbacks,
@@ -383,7 +384,7 @@ def _restore_torch_dist(run: Run, path: Path, *, with_optimizer: bool, weights_o
     refuse_another_function(changes, str(path), is_overridden=settings.override_model_settings)
     if with_optimizer:
         run.optimizer.check_state(from_upstream.build_optimizer_state(common))
-    tensors = select_tensors(run, with_optimizer=with_optimizer)
+    tensors = ask_for_sections(run.config.model, select_tensors(run, with_optimizer=with_optimizer))
     with_state = with_optimizer or settings.loads_main_params(run.config.model)
     reshaped = from_upstream.read_reshaped_optimizer(path, common, world) if with_state else {}
     flat = {key: tensor for key, tensor in tensors.items() if key in reshaped}
