@@ -193,17 +193,17 @@ class GradSync:
         # those behind it, to `finish`.
         self._missing = list(self._sizes)
         self._next = 0
-        self._is_last = False
+        self.is_last = False
         for bucket in self.buckets:
             bucket.is_started = False
 
     def expect_last(self) -> None:
         """From now on each gradient that arrives is its parameter's last of this step."""
-        self._is_last = True
+        self.is_last = True
 
     def report_arrival(self, param: nn.Parameter) -> None:
         """Note that a gradient has been added to its buffer; starts the reduction of buckets that are complete now."""
-        if not self._is_last:
+        if not self.is_last:
             return
         position = self._place[param]
         assert not self.buckets[position].is_started, (

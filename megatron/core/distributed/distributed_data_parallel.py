@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.core.collectives import all_gather_in_place
 from megatron.core.distributed.bucket import (
     Bucket,
     GradSync,
@@ -39,18 +40,21 @@ from megatron.core.distributed.param_and_grad_buffer import (
     ParamAndGradBuffer,
     lay_out,
 )
+from megatron.core.distributed.upstream_wrapper import UpstreamWrapper
+from megatron.core.errors import ConfigError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.stacked_parameters import list_parameters
 
 
-class DistributedDataParallel(ModelChunk):
+class DistributedDataParallel(UpstreamWrapper, ModelChunk):
     """Wraps one pipeline chunk of the model; every replica has whole parameters.
 
     module: a network whose parameters may carry a Placement; one that carries none counts as held whole by everyone.
     pg_collection: the process groups; the current ones when None. `flat_buffers` holds one ParamAndGradBuffer for each
-    number format. Raises ConfigError for switches that contradict each other.
+    number format. disable_bucketing: one bucket for the whole chunk.
+    Raises ConfigError for switches that contradict each other.
     """
 
     def __init__(
@@ -58,17 +62,23 @@ class DistributedDataParallel(ModelChunk):
         config: ModelParallelConfig,
         ddp_config: DistributedDataParallelConfig,
         module: nn.Module,
-        *,
+        disable_bucketing: bool = False,
         pg_collection: ProcessGroupCollection | None = None,
+        full_param_layout: None = None,
     ) -> None:
         super().__init__()
+        if full_param_layout is not None:
+            raise ConfigError("full_param_layout is not supported: buffers are laid out by lay_out(); leave it out")
         self.config = config
         self.ddp_config = ddp_config
         self.module = module
         self.groups = pg_collection or ProcessGroupCollection.current()
         reduction = choose_reduction(config, ddp_config, self.groups)
         self.reductions = {False: reduction, True: choose_expert_reduction(reduction, ddp_config, self.groups)}
-        self.flat_buffers: list[ParamAndGradBuffer] = list(_make_buffers(module, ddp_config, self.reductions))
+        self.flat_buffers: list[ParamAndGradBuffer] = list(
+            _make_buffers(module, ddp_config, self.reductions, disable_bucketing)
+        )
+        self._show_buffers()
         # Fixed once and alike on all replicas, because collectives of a group must start in the same order everywhere.
         backward_order = _order_buckets_by_use(module, self.flat_buffers)[::-1]
         self.grad_sync = GradSync(backward_order)
@@ -105,17 +115,24 @@ class DistributedDataParallel(ModelChunk):
         if self.overlaps_grad_reduce:
             self.grad_sync.start()
 
-    def finish_grad_sync(self) -> None:
-        """Combine the gradients of the replicas; call after the last microbatch of a step."""
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Combine the gradients of the replicas; call after the last microbatch of a step. force_all_reduce: also where
+        replicas divide the optimizer's state each gets all of them, not only its slices."""
         self.grad_sync.finish()
+        if force_all_reduce:
+            for bucket in self.grad_sync.buckets:
+                all_gather_in_place(bucket.grads, bucket.reduction.shards)
 
     # ---- parameters
 
-    def start_param_sync(self) -> None:
+    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """After the optimizer has updated its slices: gather the others'. With overlap_param_gather this returns at
-        once, and forward waits for each layer's parameters; whoever else reads them calls `finish_param_sync`."""
+        once, and forward waits for each layer's parameters; whoever else reads them calls `finish_param_sync`.
+
+        force_sync: wait in any case. unused, force_dispatch: of upstream's signature, in which a hook calls this for a
+        layer; here the call is about all of them, and always begins at once."""
         self.param_gather.start()
-        if not self.ddp_config.overlap_param_gather:
+        if force_sync or not (self.ddp_config.overlap_param_gather and self.waits_in_forward):
             self.param_gather.finish()
 
     def finish_param_sync(self) -> None:
@@ -134,7 +151,10 @@ class DistributedDataParallel(ModelChunk):
 
 
 def _make_buffers(
-    module: nn.Module, ddp_config: DistributedDataParallelConfig, reductions: Mapping[bool, Reduction]
+    module: nn.Module,
+    ddp_config: DistributedDataParallelConfig,
+    reductions: Mapping[bool, Reduction],
+    is_one_bucket: bool,
 ) -> Iterator[ParamAndGradBuffer]:
     """One buffer for each number format, and of experts others. A parameter used in several places (tied embeddings) is
     in it once."""
@@ -147,11 +167,13 @@ def _make_buffers(
     for (is_expert, dtype, _), named_params in by_kind.items():
         grad_dtype = torch.float32 if ddp_config.grad_reduce_in_fp32 else dtype
         reduction = reductions[is_expert]
-        yield ParamAndGradBuffer(named_params, grad_dtype, reduction, _make_layout(named_params, ddp_config, reduction))
+        size = None if is_one_bucket else _choose_bucket_size(named_params, ddp_config, reduction)
+        layout = _make_layout(named_params, ddp_config, reduction, size)
+        yield ParamAndGradBuffer(named_params, grad_dtype, reduction, layout)
 
 
 def _make_layout(
-    named_params: NamedParams, ddp_config: DistributedDataParallelConfig, reduction: Reduction
+    named_params: NamedParams, ddp_config: DistributedDataParallelConfig, reduction: Reduction, bucket_size: int | None
 ) -> BufferLayout:
     """Buckets that all processes can divide, as many as overlap needs."""
     shards = reduction.shards.size()
@@ -165,7 +187,7 @@ def _make_layout(
     return lay_out(
         [param.numel() for _, param in named_params],
         [placement.is_vector for placement in placements],
-        bucket_size=_choose_bucket_size(named_params, ddp_config, reduction),
+        bucket_size=bucket_size,
         padding=padding,
         alone=tied,
     )

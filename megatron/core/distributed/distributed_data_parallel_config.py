@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config_base import CheckedConfig, flag
+from megatron.core.config_base import CheckedConfig, derived, flag
 from megatron.core.setting import Needs, NeedsGPU
 
 NumberFormat = Literal["fp32", "bf16", "fp16", "auto"]
@@ -152,8 +152,20 @@ class DistributedDataParallelConfig(FullyShardedConfig):
                                        off_names=("--no-check-for-nan-in-loss-and-grad",), kind="report")  # fmt: skip
     """Stop with the name of the first parameter whose gradient, or the step whose loss, is not a number."""
 
+    align_param_gather: bool = derived(False, kind="layout")
+    """Says nothing: each stage gathers parameters when it needs them."""
+    fp8_param_gather: bool = derived(False, kind="layout")
+    """Only False here: the model's config has it."""
+    reuse_grad_buf_for_mxfp8_param_ag: bool = derived(False, kind="layout")
+    """Only False: parameters and gradients have buffers of their own."""
+    use_custom_fsdp: bool = derived(False, kind="layout")
+    """Only False: the former name of use_megatron_fsdp."""
+
     def problems(self) -> Iterator[str]:
         yield from super().problems()
+        for name in ("fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag", "use_custom_fsdp"):
+            if getattr(self, name):
+                yield f"DistributedDataParallelConfig has no {name}: use use_megatron_fsdp for FSDP, or leave it out"
         is_sharded = self.use_distributed_optimizer or self.use_megatron_fsdp or self.use_torch_fsdp2
         if self.overlap_param_gather and not (self.overlap_grad_reduce and is_sharded):
             yield (

@@ -29,7 +29,8 @@ def finalize_model_grads(
 
     model: this process's pipeline chunks. num_tokens: with calculate_per_token_loss, the tokens that counted on this
     process; 0 before the last stage. The gradients, which are sums then, are divided by the tokens of all processes.
-    force_all_reduce: of upstream's signature; everything is reduced always. timers: what to time the parts with.
+    force_all_reduce: give each replica all gradients, also where they divide the optimizer's state.
+    timers: what to time the parts with.
 
     A gradient is partial where each process saw a part of the tokens (norms under sequence parallelism) or holds a
     copy of the parameter (tied embeddings: first and last stage), or holds whole what others of its axis hold as well
@@ -44,7 +45,7 @@ def finalize_model_grads(
     timers = timers or Timers(log_level=0)
     with timers("all-grads-sync", 1, barrier=True):
         for chunk in model:
-            chunk.finish_grad_sync()
+            chunk.finish_grad_sync(force_all_reduce)
     partial: dict[str, list[Tensor]] = defaultdict(list)
     for chunk in model:
         for axis, params in chunk.partial_params.items():

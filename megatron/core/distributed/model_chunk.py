@@ -124,7 +124,7 @@ class ModelChunk(nn.Module, ABC):
         be there."""
 
     @abstractmethod
-    def finish_grad_sync(self) -> None:
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Combine the gradients of the replicas; call after the last microbatch of a step."""
 
     def scale_gradients(self, factor: float | Tensor) -> None:
@@ -135,7 +135,7 @@ class ModelChunk(nn.Module, ABC):
     # ---- parameters
 
     @abstractmethod
-    def start_param_sync(self) -> None:
+    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """After the optimizer has updated what it owns: bring everyone the others' parameters, or begin to."""
 
     @abstractmethod

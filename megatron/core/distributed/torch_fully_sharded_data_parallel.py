@@ -192,8 +192,11 @@ class TorchFullyShardedDataParallel(ModelChunk):
     def start_grad_sync(self) -> None:
         """Does nothing, because gradients are summed as they come."""
 
-    def finish_grad_sync(self) -> None:
-        """Call after the last microbatch of a step; gradients have been summed already."""
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Call after the last microbatch of a step; gradients have been summed already. force_all_reduce: refused, for
+        each replica has memory for its share only."""
+        if force_all_reduce:
+            raise ConfigError("force_all_reduce needs whole gradients, which FSDP divides; leave it out")
         assert self._copies_are_summed, "enable_grad_sync() must be called before a step's last backward"
         for buffer in self.flat_buffers:
             buffer.collect_grads()
@@ -202,7 +205,7 @@ class TorchFullyShardedDataParallel(ModelChunk):
 
     # ---- parameters
 
-    def start_param_sync(self) -> None:
+    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Does nothing, because forward gathers what it needs."""
 
     def finish_param_sync(self) -> None:

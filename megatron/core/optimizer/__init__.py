@@ -6,9 +6,14 @@ from __future__ import annotations
 from megatron.core.lazy_names import load_when_used
 
 _NAMES = {
+    # Upstream chains optimizers; one of ours is its own chain.
+    "ChainedOptimizer": "megatron_optimizer",
+    "DistributedOptimizer": "megatron_optimizer",
     "get_megatron_optimizer": "megatron_optimizer",
     "MegatronOptimizer": "megatron_optimizer",
     "OptimizerConfig": "optimizer_config",
+    "ParamGroupOverride": "param_overrides",
+    "ParamKey": "param_overrides",
     "UpdateResult": "megatron_optimizer",
 }
 

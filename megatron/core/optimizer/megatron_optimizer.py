@@ -24,9 +24,11 @@ from megatron.core.optimizer.grad_scaler import make_grad_scaler
 from megatron.core.optimizer.group_state import GroupState, StateSlice
 from megatron.core.optimizer.offloaded_state import build_home
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_groups import ParamGroup, ParamKey, make_param_groups
+from megatron.core.optimizer.param_groups import GroupKey, ParamGroup, make_param_groups
+from megatron.core.optimizer.param_overrides import ParamGroupOverride, ParamKey
 from megatron.core.optimizer.rule_table import RULES
 from megatron.core.optimizer.update_rules import UpdateRule
+from megatron.core.optimizer.upstream_methods import UpstreamMethods
 from megatron.core.optimizer.whole_matrices import locate_member
 from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -63,7 +65,16 @@ class _UpdateUnit(NamedTuple):
     """What the host updates."""
 
 
-class MegatronOptimizer:
+class _Measured(NamedTuple):
+    """What is known of the gradients before an update."""
+
+    grad_norm: Tensor
+    divisor: Tensor | None
+    """Of the gradients: clipping and the loss scale."""
+    found_inf: Tensor
+
+
+class MegatronOptimizer(UpstreamMethods):
     """Updates the flat buffers of this process's model chunks, by the rule of each group of parameters.
 
     Parameters in bfloat16 or float16 are updated through float32 main parameters; in float16 the loss is scaled
@@ -79,6 +90,7 @@ class MegatronOptimizer:
         model_chunks: Sequence[ModelChunk],
         groups: ProcessGroupCollection,
         update_rule: UpdateRule | None = None,
+        overrides: Sequence[tuple[ParamKey, ParamGroupOverride]] = (),
     ) -> None:
         self.config = config
         self.groups = groups
@@ -94,6 +106,7 @@ class MegatronOptimizer:
             config,
             lambda name: update_rule or load_rule(name).from_config(config, groups),
             build_home(config, self.model_chunks[0].device),
+            overrides,
         )
         self._states = [state for group in self._groups for state in group.states]
         self._units = list(_update_units(self.model_chunks, self._groups))
@@ -122,6 +135,9 @@ class MegatronOptimizer:
         """1 after a step whose check was deferred and whose gradients were not finite."""
         self.grad_scaler = make_grad_scaler(config, self._device)
         self.after_update: Callable[[Tensor], None] | None = None
+        self._measured: _Measured | None = None
+        """Of gradients that `prepare_grads` has looked at and no update has used."""
+        self._is_overflow_noted = False
 
     def use_timers(self, timers: Timers) -> None:
         """Measure the parts of an update with these stopwatches from now on."""
@@ -139,7 +155,7 @@ class MegatronOptimizer:
         """Options of each group: lr, weight_decay, lr_mult, wd_mult, params, and the constants of its rule."""
         return [group.options for group in self._groups]
 
-    def param_keys(self) -> dict[str, ParamKey]:
+    def param_keys(self) -> dict[str, GroupKey]:
         """Name in the whole model of every parameter here -> its group's key."""
         return {member.name: group.key for group in self._groups for state in group.states for member in state.members}
 
@@ -166,15 +182,15 @@ class MegatronOptimizer:
         """What the next step's loss is multiplied by."""
         return 1.0 if self.grad_scaler is None else self.grad_scaler.value
 
-    def state_dict(self) -> dict[str, Any]:
+    def numbers(self) -> dict[str, Any]:
         """What a checkpoint keeps beside the tensors of `named_slices`: plain numbers."""
         state: dict[str, Any] = {"step_count": self.step_count, "optimizer": self.config.optimizer}
         if self.grad_scaler is not None:
             state["grad_scaler"] = self.grad_scaler.state_dict()
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`, also from a run in another number format."""
+    def load_numbers(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `numbers`, also from a run in another number format."""
         self.check_state(state)
         self.step_count = state["step_count"]
         # A run that went back to a checkpoint has nothing to do with the failure after it.
@@ -191,13 +207,31 @@ class MegatronOptimizer:
                 f"{self.config.optimizer}; use the same, or start with a fresh state: --no-load-optim"
             )
 
-    @torch.no_grad()
-    def step(self) -> UpdateResult:
-        """Update the parameters from the synchronised gradients.
+    def prepare_grads(self) -> bool:
+        """Look at the gradients before `step`, which then does not do so again; returns True where one is not finite.
+        A dynamic loss scale takes note of that, and the step that may follow does nothing."""
+        self._measured = self._measure()
+        found = bool(self._measured.found_inf.item())
+        if found and self.grad_scaler is not None and not self._is_overflow_noted:
+            self.grad_scaler.update(overflowed=True)
+            self._is_overflow_noted = True
+        return found
 
-        An update whose gradients are not finite is skipped where a dynamic loss scale may be the reason, or where
-        check_for_nan_in_grad is off. Otherwise raises NonFiniteError, with nothing changed, unless `defers_check`.
-        """
+    def get_grad_norm(self) -> Tensor:
+        """Global L2 norm of the gradients, without the loss scale, before clipping; a float32 scalar."""
+        return (self._measured or self._measure()).grad_norm
+
+    def step_with_ready_grads(self) -> bool:
+        """Update from gradients that `prepare_grads` has found finite; returns whether that was done."""
+        return self.step().update_successful
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See UpstreamMethods."""
+        super().zero_grad(set_to_none)
+        self._measured, self._is_overflow_noted = None, False
+
+    @torch.no_grad()
+    def _measure(self) -> _Measured:
         # One number tells of every element on all ranks: where any gradient is inf or nan, so is the norm.
         grad_norm = compute_global_norm(self._counted_grads, self.model_sum, self._device)
         found_inf = (~grad_norm.isfinite()).float()
@@ -208,6 +242,21 @@ class MegatronOptimizer:
         divisor = compute_clip_divisor(grad_norm, self.config.clip_grad)
         if self.grad_scaler is not None:
             divisor = self.grad_scaler.scale if divisor is None else divisor * self.grad_scaler.scale
+        return _Measured(grad_norm, divisor, found_inf)
+
+    @torch.no_grad()
+    def step(self) -> UpdateResult:
+        """Update the parameters from the synchronised gradients.
+
+        An update whose gradients are not finite is skipped where a dynamic loss scale may be the reason, or where
+        check_for_nan_in_grad is off. Otherwise raises NonFiniteError, with nothing changed, unless `defers_check`.
+        """
+        self.collect()
+        grad_norm, divisor, found_inf = self._measured or self._measure()
+        self._measured = None
+        if self._is_overflow_noted:
+            self._is_overflow_noted = False
+            return UpdateResult(False, grad_norm)
         is_deferred = self.defers_check and self.grad_scaler is None and self.check_for_nan_in_grad
         is_deferred = is_deferred and not self._looks_first
         found_inf = torch.maximum(found_inf, self._has_failed)
@@ -294,8 +343,15 @@ class MegatronOptimizer:
             chunk.start_param_sync()
             chunk.finish_param_sync()
 
-    def reload_model_params(self) -> None:
-        """Refresh the main parameters from the model's, after a loader has written only those."""
+    def reload_model_params(self, state_dict: Any = None) -> None:
+        """Refresh the main parameters from the model's, after a loader has written only those. state_dict: of
+        upstream's signature, None."""
+        if state_dict is not None:
+            raise ConfigError("reload_model_params() reads the model's own parameters; load them, then leave it out")
+        self.collect()
+        for chunk in self.model_chunks:
+            for _ in list_parameters(chunk.module):
+                pass  # what a program put in the place of an expert's values is collected
         for state in self._states:
             state.copy_model_to_main()
 
@@ -364,18 +420,29 @@ def load_rule(name: str) -> type[UpdateRule]:
     return rule
 
 
+ChainedOptimizer = MegatronOptimizer
+
+
+class DistributedOptimizer(MegatronOptimizer):
+    """The same where replicas divide the state; for isinstance."""
+
+
 def get_megatron_optimizer(
     config: OptimizerConfig,
     model_chunks: Sequence[ModelChunk],
-    *,
+    config_overrides: Mapping[ParamKey, ParamGroupOverride] | None = None,
+    use_gloo_process_groups: bool = True,
     pg_collection: ProcessGroupCollection | None = None,
+    dump_param_to_param_group_map: str | None = None,
+    *,
     update_rule: UpdateRule | None = None,
 ) -> MegatronOptimizer:
     """The optimizer of this process's model chunks.
 
-    pg_collection: the process groups; the current ones when None. update_rule: one of your own in place of the
-    config's. Raises ConfigError for an update rule that does not exist yet and TypeError for a model that is not
-    wrapped in DistributedDataParallel.
+    config_overrides: other rates of the parameters that a key matches. use_gloo_process_groups: of upstream's
+    signature; no groups of its own are needed. pg_collection: the process groups; the current ones when None.
+    update_rule: one of your own in place of the config's. Raises ConfigError for what does not exist, and where the
+    config contradicts that of DistributedDataParallel; TypeError for a model that is not wrapped in it.
     """
     if update_rule is None and config.optimizer not in RULES:
         *names, last = RULES
@@ -384,4 +451,25 @@ def get_megatron_optimizer(
         if not isinstance(chunk, ModelChunk):
             found = type(chunk).__name__
             raise TypeError(f"get_megatron_optimizer needs chunks wrapped in DistributedDataParallel; found {found}")
-    return MegatronOptimizer(config, model_chunks, pg_collection or ProcessGroupCollection.current(), update_rule)
+    if dump_param_to_param_group_map is not None:
+        raise ConfigError(
+            "dump_param_to_param_group_map is not supported; MegatronOptimizer.param_keys() has the group of each"
+        )
+    check_agreement(config, model_chunks)
+    is_divided = any(chunk.ddp_config.use_distributed_optimizer for chunk in model_chunks)
+    groups = pg_collection or ProcessGroupCollection.current()
+    build = DistributedOptimizer if is_divided else MegatronOptimizer
+    return build(config, model_chunks, groups, update_rule, tuple((config_overrides or {}).items()))
+
+
+def check_agreement(config: OptimizerConfig, model_chunks: Sequence[ModelChunk]) -> None:
+    """Raise ConfigError where the optimizer's config says another thing about the chunks than their own does."""
+    for name in ("use_distributed_optimizer", "overlap_param_gather", "overlap_param_gather_with_optimizer_step"):
+        for chunk in model_chunks:
+            asked, found = getattr(config, name), getattr(chunk.ddp_config, name)
+            # False is the default, and says nothing.
+            if asked and not found:
+                raise ConfigError(
+                    f"OptimizerConfig({name}=True), and the model was wrapped with DistributedDataParallelConfig("
+                    f"{name}=False); give both the same"
+                )

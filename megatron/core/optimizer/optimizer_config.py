@@ -5,10 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.config_base import CheckedConfig, derived, flag
 from megatron.core.optimizer.rule_table import RULES, reads_constants
 from megatron.core.setting import Needs, NeedsGPU, PathText
+
+if TYPE_CHECKING:
+    import torch
 
 _QK_NORM = Needs("--qk-layernorm", lambda run: run.qk_layernorm)
 # name=name binds each name now; a lambda reads a loop variable only when it is called.
@@ -160,8 +164,32 @@ class OptimizerConfig(CheckedConfig):
     hysteresis: int = flag(2, minimum=1, unit="iterations", kind="numerics", needs=(_FP16, _DYNAMIC_SCALE))
     """With --fp16: iterations with overflow until the dynamic loss scale is halved."""
 
+    # From here on upstream's fields that others know here, too; programs give and read them.
+    use_distributed_optimizer: bool = derived(False, kind="layout")
+    """As DistributedDataParallelConfig says; True must agree with it."""
+    overlap_param_gather: bool = derived(False, kind="layout")
+    """As DistributedDataParallelConfig says; True must agree with it."""
+    overlap_param_gather_with_optimizer_step: bool = derived(False, kind="layout")
+    """As DistributedDataParallelConfig says; True must agree with it."""
+    params_dtype: torch.dtype | None = derived(kind="numerics")
+    """Says nothing: the number format of the parameters is read from them."""
+    store_param_remainders: bool = derived(True, kind="kernel")
+    """Says nothing: main parameters are kept whole."""
+    log_num_zeros_in_grad: bool = derived(False, kind="report")
+    """Says nothing: `count_zeros()` counts them when it is called."""
+    barrier_with_L1_time: bool = derived(True, kind="report")
+    """Says nothing: `use_timers` takes the stopwatches, with their own barriers."""
+    timers: Any = derived()
+    """Says nothing; see `use_timers`."""
+    fp8_recipe: str | None = derived(kind="numerics")
+    """Says nothing: the model's config has the recipe."""
+    reuse_grad_buf_for_mxfp8_param_ag: bool = derived(False, kind="kernel")
+    """Only False: gradients have a buffer of their own."""
+
     def problems(self) -> Iterator[str]:
         yield from super().problems()
+        if self.reuse_grad_buf_for_mxfp8_param_ag:
+            yield "reuse_grad_buf_for_mxfp8_param_ag is not supported: gradients have their own buffer; leave it out"
         yield from self._rates_fall()
         yield from self._update_rule_is_defined()
 

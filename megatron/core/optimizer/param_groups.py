@@ -15,6 +15,7 @@ from megatron.core.flat_ranges import Range, intersect_ranges, merge_ranges
 from megatron.core.optimizer.group_state import GroupState, Member
 from megatron.core.optimizer.offloaded_state import OffloadedState, StateHome, divide_members
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.param_overrides import ParamGroupOverride, ParamKey, find_overrides
 from megatron.core.optimizer.rule_table import RULES
 from megatron.core.optimizer.update_rules import UpdateRule
 from megatron.core.placement import Placement, get_placement
@@ -22,7 +23,7 @@ from megatron.core.placement import Placement, get_placement
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-class ParamKey(NamedTuple):
+class GroupKey(NamedTuple):
     """What groups are told apart by; the groups' order is that of the keys."""
 
     is_undecayed: bool
@@ -32,6 +33,8 @@ class ParamKey(NamedTuple):
     """Name of its update rule."""
     is_hidden_matrix: bool = False
     """A matrix of attention or MLP whose learning rate muP divides by the width."""
+    options: tuple[tuple[str, float], ...] = ()
+    """Options that a program gives its parameters in place of the config's (param_overrides.py)."""
 
 
 class ParamGroup:
@@ -41,7 +44,7 @@ class ParamGroup:
     before each step. Where the group has rates of its own, `max_lr` and `min_lr` are the ends of its schedule.
     """
 
-    def __init__(self, key: ParamKey, rule: UpdateRule, states: Sequence[GroupState], config: OptimizerConfig) -> None:
+    def __init__(self, key: GroupKey, rule: UpdateRule, states: Sequence[GroupState], config: OptimizerConfig) -> None:
         self.key = key
         self.rule = rule
         self.states = list(states)
@@ -64,6 +67,9 @@ class ParamGroup:
         elif key.is_hidden_matrix:
             highest, lowest = (lr / config.width_multiplier for lr in (config.lr or 0.0, config.min_lr))
             self.options |= {"lr": highest, "max_lr": highest, "min_lr": lowest}
+        self.options |= dict(key.options)
+        self.options["weight_decay"] = config.weight_decay * self.options["wd_mult"]
+        self.options["lr"] = dict(key.options).get("max_lr", self.options["lr"])
 
     def part(self, buffers: Sequence[FlatBuffer]) -> ParamGroup:
         """The same group, sharing its options, with only the state that lies in these buffers."""
@@ -97,9 +103,9 @@ def choose_rule(placement: Placement, config: OptimizerConfig) -> str:
     return entry.rest(config)
 
 
-def make_param_key(placement: Placement, config: OptimizerConfig) -> ParamKey:
+def make_param_key(placement: Placement, config: OptimizerConfig) -> GroupKey:
     """What decides the group of a parameter: weight decay, learning rates of its own, update rule."""
-    return ParamKey(
+    return GroupKey(
         is_undecayed=not has_weight_decay(placement, config),
         is_decoupled_lr=config.decoupled_lr is not None and placement.is_vocabulary,
         rule=choose_rule(placement, config),
@@ -112,10 +118,11 @@ def make_param_groups(
     config: OptimizerConfig,
     rule_of: Callable[[str], UpdateRule],
     home: StateHome | None = None,
+    overrides: Sequence[tuple[ParamKey, ParamGroupOverride]] = (),
 ) -> list[ParamGroup]:
     """One group for each key that occurs, decayed parameters first. rule_of: the rule of a name. home: of the state
-    that is offloaded."""
-    divided = [_divide(buffer, config) for buffer in buffers]
+    that is offloaded. overrides: options of parameters that match."""
+    divided = [_divide(buffer, config, overrides) for buffer in buffers]
     groups = []
     # Sorted, so that the order does not depend on which parameter a stage happens to hold first.
     for key in sorted({key for parts in divided for key in parts}):
@@ -156,7 +163,9 @@ def _make_states(
         yield GroupState(buffer, *staying, kinds, main_dtype)
 
 
-def _divide(buffer: FlatBuffer, config: OptimizerConfig) -> dict[ParamKey, tuple[list[Member], list[Range]]]:
+def _divide(
+    buffer: FlatBuffer, config: OptimizerConfig, overrides: Sequence[tuple[ParamKey, ParamGroupOverride]]
+) -> dict[GroupKey, tuple[list[Member], list[Range]]]:
     """Parameters and ranges of each group of a buffer. A gap belongs to the group before it, so that parameters that
     follow each other are one range."""
     members = [
@@ -166,7 +175,10 @@ def _divide(buffer: FlatBuffer, config: OptimizerConfig) -> dict[ParamKey, tuple
     in_place = sorted(members, key=lambda member: member.slot.start)
     ends = [member.slot.start for member in in_place[1:]] + [buffer.layout.numel]
     keys = {member.name: make_param_key(get_placement(member.param, member.name), config) for member in members}
-    ranges: dict[ParamKey, list[Range]] = defaultdict(list)
+    if overrides:
+        for name, param, *_ in members:
+            keys[name] = keys[name]._replace(options=find_overrides(overrides, param, name))
+    ranges: dict[GroupKey, list[Range]] = defaultdict(list)
     for member, end in zip(in_place, ends, strict=True):
         ranges[keys[member.name]].append((member.slot.start, end))
     by_key = {key: [member for member in members if keys[member.name] == key] for key in ranges}

@@ -21,6 +21,7 @@ from megatron.core.transformer.config_fields.mup import MuPFields
 from megatron.core.transformer.config_fields.pipeline import PipelineFields
 from megatron.core.transformer.config_fields.positions import compute_yarn_magnitude
 from megatron.core.transformer.config_fields.precision import LAST_BLOCK, MULTIPLES, PrecisionFields
+from megatron.core.transformer.config_fields.program_fields import ProgramFields
 from megatron.core.transformer.config_fields.state_mixers import StateMixerFields
 
 
@@ -34,6 +35,7 @@ class TransformerConfig(
     PrecisionFields,
     StateMixerFields,
     LatentAttentionFields,
+    ProgramFields,
     AttentionFields,
 ):
     """Shape, number formats and kernels of a transformer.

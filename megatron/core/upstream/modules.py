@@ -27,7 +27,11 @@ class Float16Module(MegatronModule):
         if config.fp16 == config.bf16:
             raise ValueError("Float16Module needs a config with either fp16 or bf16")
         self.dtype = torch.float16 if config.fp16 else torch.bfloat16
-        self.module = module.to(self.dtype)
+        self.module = module
+        # Layers of ours are made in the formats that the config asks for, a few numbers of float32 among them.
+        if not any(hasattr(param, "placement") for param in module.parameters()):
+            module.to(self.dtype)
+        self.vp_stage = getattr(module, "vp_stage", None)
 
     def set_input_tensor(self, input_tensor: Any) -> Any:
         """As the wrapped module's."""
@@ -39,13 +43,18 @@ class Float16Module(MegatronModule):
         inner: Any = self.module
         is_first, is_last = getattr(inner, "pre_process", True), getattr(inner, "post_process", True)
         if is_first:
-            inputs, named_inputs = _converted(inputs, self.dtype), _converted(named_inputs, self.dtype)
+            # As upstream, what comes by name stays as it is: weights of tokens in the loss among it.
+            inputs = _converted(inputs, self.dtype)
         outputs = inner(*inputs, **named_inputs)
         return _converted(outputs, torch.float32) if is_last and fp32_output else outputs
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's, without a prefix of ours."""
         return self.module.state_dict(*args, **kwargs)
+
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> Any:
+        """As state_dict()."""
+        return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load into the wrapped module."""

@@ -65,7 +65,7 @@ def check_optimizer(common: CommonState, path: Path) -> None:
 
 
 def build_optimizer_state(common: CommonState) -> dict[str, Any]:
-    """What is no tensor, as `optimizer.load_state_dict` takes it."""
+    """What is no tensor, as `optimizer.load_numbers` takes it."""
     return {"step_count": common.step_count, "optimizer": common.args.get("optimizer", "adam")}
 
 
@@ -73,7 +73,7 @@ def restore(run: Run, path: Path, common: CommonState, *, with_optimizer: bool, 
     """After the tensors were filled: let the run go on from there. Every rank calls this."""
     if with_optimizer:
         assert common.scheduler is not None
-        run.optimizer.load_state_dict(build_optimizer_state(common))
+        run.optimizer.load_numbers(build_optimizer_state(common))
         run.scheduler.load_state_dict(common.scheduler)
     speaks = run.groups.world.rank() == 0
     if weights_only:

@@ -15,8 +15,6 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedStateDict,
     ShardedTensor,
     model_state,
-    optimizer_state,
-    whole_optimizer_state,
 )
 from megatron.core.distributed.model_chunk import ModelChunk
 from megatron.core.placement import Placement, get_placement
@@ -49,13 +47,8 @@ def build_sharded_chunk_state(chunks: Iterable[ModelChunk], *, main: bool = Fals
 
 def build_sharded_optimizer_state(run: Run) -> ShardedStateDict:
     """The optimizer's tensors that this process keeps: whole shards, or its slices of them."""
-    placements = {placement.name: placement for _, _, placement in iterate_placed_parameters(run.model)}
-    slices = run.optimizer.named_slices()
-    # A distributed optimizer holds a slice of a parameter that begins at any element; whole ones need no start.
-    starts = {name: found.start for name, found in slices.items() if not found.is_whole}
-    state = optimizer_state(run.optimizer.named_state(), placements, starts)
-    stacks = {name: (start, placements[name].full_shape[0]) for name, start in run.optimizer.stack_starts().items()}
-    return state | whole_optimizer_state(run.optimizer.whole_state(), stacks)
+    state: ShardedStateDict = run.optimizer.shard_state()
+    return state
 
 
 def build_sharded_fp8_state(run: Run) -> ShardedStateDict:

@@ -37,7 +37,7 @@ from megatron.core.dist_checkpointing.legacy_ranks import open_legacy
 from megatron.core.dist_checkpointing.local_checkpoints import FoundPart
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, DamagedCheckpointError
 from megatron.core.dist_checkpointing.tensor_reading import read_upstream_tensors
-from megatron.core.dist_checkpointing.upstream_dist import CommonState, find_upstream_checkpoint
+from megatron.core.dist_checkpointing.upstream_dist import RELEASE, CommonState, find_upstream_checkpoint
 from megatron.core.dist_checkpointing.validation import ModelMismatchError, shorten_list
 from megatron.core.dist_checkpointing.verification import Look
 from megatron.core.errors import CheckpointError, ConfigError, say
@@ -102,7 +102,7 @@ def save_checkpoint(
     state: dict[str, Any] = {"progress": run.progress.state_dict(), "optimizer": None, "scheduler": None}
     if not settings.no_save_optim:
         tensors |= build_sharded_optimizer_state(run) | build_sharded_fp8_state(run)
-        state["optimizer"] = run.optimizer.state_dict()
+        state["optimizer"] = run.optimizer.numbers()
         state["scheduler"] = run.scheduler.state_dict()
     else:
         tensors |= build_sharded_fallbacks(chunk.module for chunk in run.model)
@@ -273,7 +273,6 @@ def _restore(
     if with_optimizer:
         # Before anything is loaded: a state that this optimizer cannot continue must leave the run as it was.
         run.optimizer.check_state(state["optimizer"])
-    # Asked before anything is loaded: a refusal must leave the run as it was.
     random_numbers = _read_rng_document(found, run) if with_rng else None
 
     modules = [chunk.module for chunk in run.model]
@@ -295,7 +294,7 @@ def _restore(
 
     recall_fallbacks(modules)
     if with_optimizer:
-        run.optimizer.load_state_dict(state["optimizer"])
+        run.optimizer.load_numbers(state["optimizer"])
         run.optimizer.after_load()
         run.scheduler.load_state_dict(state["scheduler"])
     elif settings.loads_main_params(run.config.model):
@@ -352,8 +351,9 @@ def _restore_upstream(
                 return None, None
         return found, file
 
-    # One rank looks, so that all agree, also while a shared file system shows a new file to some of them only.
+    # One rank looks, so that all agree. A release is weights to begin with, as in upstream's loader.
     path, file = on_first_rank(world, find)
+    weights_only |= RELEASE in (path and path.name, file and file.parent.parent.name)
     with_optimizer = not (weights_only or run.config.checkpoint.no_load_optim)
     if path is not None:
         _restore_torch_dist(run, path, with_optimizer=with_optimizer, weights_only=weights_only)

@@ -12,7 +12,7 @@ from megatron.core.config_base import get_settings, restore, unchecked
 from megatron.core.errors import ConfigError
 from megatron.training.config.layout_relations import LAYOUT_RELATIONS
 from megatron.training.config.model_relations import MODEL_RELATIONS
-from megatron.training.config.relations import RELATIONS, derive_across_groups
+from megatron.training.config.relations import LOOP_RELATIONS, RELATIONS, derive_across_groups
 from megatron.training.config.run_groups import RunGroups, group_classes, groups_of_fields
 
 
@@ -32,14 +32,15 @@ class RunConfig(RunGroups):
         if problems:
             raise ConfigError(problems)
 
-    def problems(self) -> Iterator[str]:
+    def problems(self, *, trains: bool = True) -> Iterator[str]:
         """A sentence for everything that stands against settings of different groups together.
 
-        Groups have judged their own settings when they were made.
+        Groups have judged their own settings when they were made. trains: our loop is to train with them.
         """
         # Layout first: a layout that does not fit explains most of what the others would say.
         for relation in (*LAYOUT_RELATIONS, *MODEL_RELATIONS, *RELATIONS):
-            yield from relation(self)
+            if trains or relation not in LOOP_RELATIONS:
+                yield from relation(self)
 
     def flag_values(self) -> dict[str, Any]:
         """Flag -> value of every setting, in the form of `to_dict`; what must be equal on all ranks of a job."""

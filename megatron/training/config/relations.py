@@ -325,6 +325,11 @@ def copies_of_local_files_have_their_ranks(run: RunGroups) -> Iterator[str]:
     )
 
 
+LOOP_RELATIONS = (
+    run_is_described, training_has_documents, there_is_a_step, warmup_ends_before_the_decay, warmup_rises,
+    final_decay_has_a_length,
+)  # fmt: skip
+"""Those that only our own loop needs: a program with a loop of its own need not say how long it trains."""
 RELATIONS = (
     run_is_described, training_has_documents, batch_is_divisible, evaluation_batch_is_divisible,
     growing_batch_is_possible, units_agree, there_is_a_step, warmup_ends_before_the_decay, warmup_rises,

@@ -91,12 +91,18 @@ def group_classes() -> dict[str, type[CheckedConfig]]:
     return {name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, CheckedConfig)}
 
 
+def _is_hidden(config_class: type[CheckedConfig], name: str) -> bool:
+    return not get_settings(config_class)[name].names[0].startswith("--")
+
+
 @functools.cache
 def groups_of_fields() -> dict[str, str]:
     """Name of each setting and the group that declares it."""
     declared = ((name, group) for group, config_class in group_classes().items() for name in get_settings(config_class))
     owners: dict[str, str] = {}
     for name, group in declared:
-        # The first group declares it: others that have the same name follow that one.
-        owners.setdefault(name, group)
+        # The first group with a flag declares it: others that have the same name follow that one.
+        owner = group_classes().get(owners.get(name, ""))
+        if owner is None or (_is_hidden(owner, name) and not _is_hidden(group_classes()[group], name)):
+            owners[name] = group
     return owners

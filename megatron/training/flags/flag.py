@@ -150,6 +150,16 @@ def table_flags() -> tuple[Flag, ...]:
 
 
 @functools.cache
+def upstream_settings() -> dict[str, Any]:
+    """Read upstream_settings.tsv: settings that programs read and that no flag here has, with upstream's defaults."""
+    found = {}
+    for row in _rows("upstream_settings.tsv"):
+        value_type, parse = _KINDS[row["kind"]]
+        found[row["dest"]] = _table_value(row["default"], value_type, None, parse)
+    return found
+
+
+@functools.cache
 def former_flags() -> tuple[FormerFlag, ...]:
     """Read the flags of former_flags.tsv."""
     return tuple(

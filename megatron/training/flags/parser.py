@@ -19,7 +19,7 @@ from megatron.core.setting import describe_expected
 from megatron.training.flags.argument import FlagParser, add_flag
 from megatron.training.flags.declarations import flags_by_spelling, known_flags
 from megatron.training.flags.flag import Flag, formers_by_name
-from megatron.training.flags.given import ParsedFlags, translate
+from megatron.training.flags.given import Given, ParsedFlags, translate
 
 ExtraFlags = Callable[[argparse.ArgumentParser], Any]
 """A user's function that adds flags of its own, as upstream's `extra_args_provider`."""
@@ -76,6 +76,28 @@ def read_command_line(argv: Sequence[str], parsed: ParsedFlags, extra_flags: Ext
     }
     parser = build_parser(parsed, extra_flags, occurring.values() if extra_flags is None else None)
     parsed.extra = vars(parser.parse_args(tokens))
+    # A user's parser.set_defaults() of flags that are ours.
+    for flag in known_flags() if extra_flags is not None else ():
+        if flag.dest in parsed.extra:
+            value = parsed.extra.pop(flag.dest)
+            parsed.given.setdefault(flag.dest, Given(flag, value, f"{flag.dest}={value}", "script"))
+
+
+def drop_unknown(argv: Sequence[str], extra_flags: ExtraFlags | None = None) -> list[str]:
+    """A command line without the flags that neither this program nor a user's function knows, and without their
+    values: they are for another program's parser."""
+    known = {*flags_by_spelling(), *formers_by_name(), "-h", "--help", "--version"}
+    if extra_flags is not None:
+        own = build_parser(ParsedFlags(), extra_flags)._actions
+        known |= {name for action in own for name in action.option_strings}
+    kept: list[str] = []
+    is_kept = False
+    for word in argv:
+        if word.startswith("--") or word == "-h":
+            is_kept = word.partition("=")[0] in known
+        if is_kept:
+            kept.append(word)
+    return kept
 
 
 def _join_repeated(occurrences: Iterable[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:

@@ -8,6 +8,7 @@ Nothing here imports torch, opens data, or looks at devices, so that any launch 
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import sys
@@ -39,6 +40,9 @@ from megatron.training.flags.parser import ExtraFlags, read_command_line
 from megatron.training.flags.preset import LIST, add_preset_flags, format_presets
 
 _LARGEST_WORLD = 10_000_000
+_SIZES = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,12 +67,18 @@ class Examination:
 
 
 def read_run_config(
-    argv: Sequence[str], environ: Mapping[str, str], extra_flags: ExtraFlags | None = None
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    extra_flags: ExtraFlags | None = None,
+    *,
+    trains: bool = True,
 ) -> RunConfig:
     """The settings of this run, or a ConfigError with every problem. --help, --version, --print-config print and exit.
 
     environ: the environment; of it WORLD_SIZE counts, the number of processes (default 1).
     extra_flags: adds flags of a user's own to the argparse parser it is given; their values are in `RunConfig.extra`.
+    trains: our loop is to train with them; a program with a loop of its own need not say how long, and may learn only
+    later how many processes it has.
     """
     # Before parsing: help is wanted most where the rest of the command line is wrong.
     words = asked_for_help(argv)
@@ -78,7 +88,7 @@ def read_run_config(
     if "--version" in argv:
         print(__version__)
         raise SystemExit(0)
-    examination = examine(argv, environ, extra_flags)
+    examination = examine(argv, environ, extra_flags, trains=trains)
     if examination.program.preset == LIST:
         print(format_presets(), end="")
         raise SystemExit(0)
@@ -90,7 +100,9 @@ def read_run_config(
     return examination.config
 
 
-def examine(argv: Sequence[str], environ: Mapping[str, str], extra_flags: ExtraFlags | None = None) -> Examination:
+def examine(
+    argv: Sequence[str], environ: Mapping[str, str], extra_flags: ExtraFlags | None = None, *, trains: bool = True
+) -> Examination:
     """Parse, derive and check; never raises for what a user wrote."""
     parsed = ParsedFlags()
     command_line = ParsedFlags()
@@ -103,32 +115,35 @@ def examine(argv: Sequence[str], environ: Mapping[str, str], extra_flags: ExtraF
     # The command line is parsed first, to find --config, and merged last, to win.
     _merge(parsed, command_line)
     world_size = _world_size(environ, parsed)
+    if not trains and "WORLD_SIZE" not in environ:
+        sizes = [parsed.given[axis].value for axis in _SIZES if axis in parsed.given]
+        world_size = min(_LARGEST_WORLD, math.prod(size for size in sizes if isinstance(size, int)))
     # Only now: the file may name a preset, and --load.
     add_preset_flags(parsed, world_size)
     if "use_checkpoint_args" in parsed.given:
         from megatron.training.flags.from_checkpoint import add_checkpoint_arguments
 
         add_checkpoint_arguments(parsed)
-    return _examine(parsed, environ, world_size)
+    return _examine(parsed, environ, world_size, trains)
 
 
-def _examine(parsed: ParsedFlags, environ: Mapping[str, str], world_size: int) -> Examination:
+def _examine(parsed: ParsedFlags, environ: Mapping[str, str], world_size: int, trains: bool) -> Examination:
     """Derive, then let every config, their relations and the flags of coming capabilities judge the result."""
     # Read before derivation: what a user wrote and what followed from it must stay apart for notes and for sources.
     given = {dest: entry.value for dest, entry in parsed.given.items()}
     planned = PlannedFlags({flag.dest: flag for flag in table_flags()}, given)
     run, missing = _unchecked_run(given, world_size)
-    notes, rules, refused = _judge(run, parsed, environ, missing)
+    notes, rules, refused = _judge(run, parsed, environ, missing, trains)
     parsed.problems += refused.values()
     if missing:
         parsed.problems += [Problem("rule", text) for text in missing.values() if not names_any(text, parsed.broken)]
         parsed.broken.update(spelling for name in missing for spelling in get_settings(type(run.model))[name].spellings)
         twin, _ = _unchecked_run(given, world_size, multiple=2)
-        rules = keep_common(rules, _judge(twin, parsed, environ, missing)[1])
+        rules = keep_common(rules, _judge(twin, parsed, environ, missing, trains)[1])
     parsed.problems += [Problem("rule", text) for text in rules if not names_any(text, parsed.broken)]
     # After all rules: notes are about settings that are legal and have nothing to do.
     notes = [*parsed.notes, *notes, *idle_notes(run, given.keys())]
-    if not rules and not parsed.problems:
+    if not rules and not parsed.problems and trains:
         notes += schedule_notes(run)
     sources = {flag.name: "default" for flag in declared_flags()}
     sources |= {entry.flag.name: entry.source for entry in parsed.given.values() if entry.flag.name in sources}
@@ -140,7 +155,7 @@ def _examine(parsed: ParsedFlags, environ: Mapping[str, str], world_size: int) -
 
 
 def _judge(
-    run: RunConfig, parsed: ParsedFlags, environ: Mapping[str, str], missing: Collection[str]
+    run: RunConfig, parsed: ParsedFlags, environ: Mapping[str, str], missing: Collection[str], trains: bool
 ) -> tuple[list[str], list[str], dict[str, Problem]]:
     """Derive, then ask every rule: notes; what stands against the settings; the settings that are refused for their
     status, with the reason. missing: settings that have a stand-in, and a complaint of their own."""
@@ -153,7 +168,7 @@ def _judge(
         config = getattr(run, group)
         # A setting that is refused for its status is judged no further.
         rules += check(config, {*refused, *missing} & vars(config).keys())
-    return notes, [*rules, *run.problems()], refused
+    return notes, [*rules, *run.problems(trains=trains)], refused
 
 
 def _refuse_by_status(parsed: ParsedFlags, run: RunConfig) -> dict[str, Problem]:

@@ -7,7 +7,7 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -146,17 +146,32 @@ def connect_groups(groups: ProcessGroupCollection, config: RunConfig, device: to
     return f"communicators of {len(distinct)} process groups were made and take {format_bytes(taken)} of this GPU"
 
 
-def read_command_line(extra_flags: ExtraFlags | None, defaults: Mapping[str, Any]) -> RunConfig:
-    """The settings of this process's command line; `defaults` (setting -> value) stand before it and give way."""
+def read_place() -> tuple[int, int, int]:
+    """(rank, number of processes, rank on this node) as the environment says; those of a single process otherwise."""
+    numbers = (os.environ.get(name, default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    rank, size, local = (int(number) if str(number).isdecimal() else 0 for number in numbers)
+    return rank, max(1, size), local
+
+
+def read_command_line(
+    extra_flags: ExtraFlags | None,
+    defaults: Mapping[str, Any],
+    *,
+    trains: bool = True,
+    words: Sequence[str] | None = None,
+) -> RunConfig:
+    """The settings of this process's command line; `defaults` (setting -> value) stand before it and give way. trains:
+    see read_run_config. words: the command line; this process's when None."""
     leading: list[str] = []
-    written = {word.partition("=")[0] for word in sys.argv[1:]}
+    words = sys.argv[1:] if words is None else words
+    written = {word.partition("=")[0] for word in words}
     for setting, value in defaults.items():
         name = f"--{setting.replace('_', '-')}"
         flag = flags_by_spelling().get(name)
         gives_way = flag is not None and not written.isdisjoint(flag.spellings)
         if value is not False and value is not None and not gives_way:
             leading += [name, *([] if value is True else [str(value)])]
-    return read_run_config([*leading, *sys.argv[1:]], add_world_size(os.environ), extra_flags)
+    return read_run_config([*leading, *words], add_world_size(os.environ), extra_flags, trains=trains)
 
 
 def shut_down() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 from argparse import Namespace
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +15,12 @@ from typing import Any
 from megatron.core.config_base import get_settings
 from megatron.core.dist_checkpointing.directory import TRACKER_NAME, iteration_directory, latest_iteration
 from megatron.core.dist_checkpointing.directory_lock import DirectoryLock
-from megatron.core.errors import CheckpointError
+from megatron.core.distributed.model_chunk import ModelChunk
+from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.upstream.modules import unwrap_model
+from megatron.training.arguments import make_run_config
 from megatron.training.checkpoint import save_and_load
-from megatron.training.config.container import RunConfig
 from megatron.training.config.run_groups import group_classes
 from megatron.training.data.samples import build_batch_size_calculator
 from megatron.training.global_vars import get_args
@@ -54,26 +57,46 @@ def save_checkpoint(
     optimizer: Any,
     opt_param_scheduler: Any,
     num_floating_point_operations_so_far: float,
-    *,
+    checkpointing_context: Any = None,
+    pipeline_rank: int | None = None,
+    expert_rank: int | None = None,
+    tensor_rank: int | None = None,
+    pipeline_parallel: bool | None = None,
+    expert_parallel: bool | None = None,
     non_persistent_ckpt: bool = False,
+    train_data_iterator: Any = None,
+    preprocess_common_state_dict_fn: None = None,
+    release: bool = False,
+    **groups: Any,
 ) -> Path | None:
-    """Save to args.save as the given iteration, in the format of pretrain_gpt.py; returns the directory.
+    """Save to args.save as the given iteration; returns the directory.
 
-    With --async-save it is written while the loop goes on, and None is returned: the next call,
-    maybe_finalize_async_save and the end of the program wait for it, and say what has become of it.
+    The format is that of pretrain_gpt.py, whatever args.ckpt_format "torch_dist" may mean elsewhere; for upstream's own
+    files set args.ckpt_format = "upstream_torch_dist". With --async-save it is written while the loop goes on, and None
+    is returned: the next call, maybe_finalize_async_save and the end of the program wait for it, and say what has
+    become of it.
 
-    args.consumed_train_samples says which samples come next; from the iteration and the global batch sizes where it is
-    missing. args.save and the other settings of checkpoints count as they are now. non_persistent_ckpt: save where only
-    the newest stays, as --non-persistent-save-interval does. num_floating_point_operations_so_far: of upstream's
-    signature; it is not kept. Raises ConfigError without args.save, StorageError.
+    model: wrapped or bare. optimizer, opt_param_scheduler: None to save weights alone. args.consumed_train_samples says
+    which samples come next; from the iteration and the global batch sizes where it is missing. args.save and the other
+    settings count as they are now. non_persistent_ckpt: save where only the newest stays, as
+    --non-persistent-save-interval does. num_floating_point_operations_so_far, checkpointing_context, the ranks, whether
+    there are several, groups of processes and train_data_iterator: of upstream's signature; the process groups and
+    args.consumed_train_samples say all of it. Raises ConfigError without args.save, for release and for
+    preprocess_common_state_dict_fn; StorageError.
     """
+    if release or preprocess_common_state_dict_fn is not None:
+        raise ConfigError(
+            "save_checkpoint() writes iterations, and settings as they are: leave out release and "
+            "preprocess_common_state_dict_fn; load with --finetune what is to begin at 0"
+        )
+    _check_groups("save_checkpoint", groups)
     args = get_args()
     parts = _parts(args, model, optimizer, opt_param_scheduler)
     parts.progress.iteration = iteration
     # Upstream's scripts count it in args while they train.
     consumed = getattr(args, "consumed_train_samples", None)
-    if consumed is None:
-        consumed = build_batch_size_calculator(args.run_config).count_samples(iteration)
+    if not consumed:
+        consumed = build_batch_size_calculator(parts.config).count_samples(iteration)
     parts.progress.consumed_train_samples = consumed
     saves: LoopSaves | None = getattr(args, _SAVES, None)
     # A script may say only now where to save, or another directory than before.
@@ -86,6 +109,15 @@ def save_checkpoint(
     return saves.save(parts, non_persistent=non_persistent_ckpt)
 
 
+def _check_groups(function: str, groups: Mapping[str, Any]) -> None:
+    """Refuse arguments that upstream's function does not have either; the groups are the current ones in any case."""
+    known = {"tp_group", "pp_group", "dp_cp_group", "dp_group", "expt_dp_group", "rng_state_key_prefix"}
+    if unknown := sorted(set(groups) - known):
+        raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}")
+    if groups.get("rng_state_key_prefix"):
+        raise ConfigError(f"{function}() has no rng_state_key_prefix; leave it out")
+
+
 def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -> None:
     """Say what has become of a save under way, once it has come to its end. blocking: wait for it. terminate: that was
     the last one; give memory and process back."""
@@ -95,16 +127,28 @@ def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -
 
 
 def load_checkpoint(
-    ddp_model: list[Any], optimizer: Any, opt_param_scheduler: Any, load_arg: str = "load", strict: bool = True
+    ddp_model: list[Any],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    load_arg: str = "load",
+    strict: bool = True,
+    checkpointing_context: Any = None,
+    skip_load_to_model_and_opt: bool = False,
+    **groups: Any,
 ) -> tuple[int, int]:
-    """Fill all three from what args.load holds; returns (iterations done, 0).
+    """Fill all three from what args.load holds; returns (iterations done, 0 for the floating-point operations so far).
 
-    args.consumed_train_samples then says which samples come next. load_arg: "load" only. strict: tensors that the model
-    lacks are always refused. Raises CheckpointError.
+    ddp_model: wrapped or bare. optimizer, opt_param_scheduler: None to load weights alone. args.consumed_train_samples
+    then says which samples come next. load_arg: "load" only. strict: tensors that the model lacks are always refused.
+    checkpointing_context and groups of processes: of upstream's signature. A release counts as iteration 0. Raises
+    CheckpointError, ConfigError for skip_load_to_model_and_opt.
     """
     # Upstream also reads --pretrained-checkpoint through this door; here `load` falls back to it by itself.
     if load_arg != "load":
         raise CheckpointError(f"load_checkpoint() reads what --load names; found load_arg={load_arg!r}")
+    if skip_load_to_model_and_opt:
+        raise ConfigError("skip_load_to_model_and_opt has no meaning: parameters of FSDP are loaded like any other")
+    _check_groups("load_checkpoint", groups)
     args = get_args()
     parts = _parts(args, ddp_model, optimizer, opt_param_scheduler)
     save_and_load.load_checkpoint(parts)  # type: ignore[arg-type]
@@ -180,17 +224,58 @@ def load_args_from_checkpoint(
     return args, Namespace(**settings)
 
 
-def _parts(args: Namespace, model: list[Any], optimizer: Any, scheduler: Any) -> _Parts:
+class _Chunk:
+    """A model of a program's own, wrapped or bare, as checkpoints need it: the network in `module`."""
+
+    def __init__(self, wrapped: Any, groups: ProcessGroupCollection) -> None:
+        self.module = unwrap_model(wrapped)
+        self.groups = groups
+        self._wrapper: ModelChunk | None = wrapped if isinstance(wrapped, ModelChunk) else None
+
+    def finish_param_sync(self) -> None:
+        """Wait for gathers under way, where there is a wrapper that gathers."""
+        if self._wrapper is not None:
+            self._wrapper.finish_param_sync()
+
+    def get_held_part(self, param: Any, *, main: bool = False) -> tuple[Any, int | None]:
+        """See ModelChunk."""
+        return (param, None) if self._wrapper is None else self._wrapper.get_held_part(param, main=main)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_wrapper"], name)
+
+
+class _NoOptimizer:
+    """In the place of an optimizer, or of a schedule, that a program does not have."""
+
+    def numbers(self) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+    state_dict = named_slices = named_state = shard_state = param_keys = numbers
+
+    def load_numbers(self, state: Any) -> None:
+        """Take nothing."""
+
+    load_state_dict = check_state = load_numbers
+
+    def reload_model_params(self) -> None:
+        """Do nothing: the network's parameters are all there is."""
+
+    after_load = reload_model_params
+
+
+def _parts(args: Namespace, model: Any, optimizer: Any, scheduler: Any) -> _Parts:
     groups = ProcessGroupCollection.current()
-    config = _read_checkpoint_settings(args)
-    return _Parts(config, groups, list(model), optimizer, scheduler, Progress(args.train_iters or 0))
-
-
-def _read_checkpoint_settings(args: Namespace) -> RunConfig:
-    """The run's settings, with what a script has changed in `args` about checkpoints since they were parsed. Raises
-    ConfigError."""
-    config: RunConfig = args.run_config
-    parsed = vars(args._parsed_checkpoint)
-    changes = {name: getattr(args, name) for name in parsed if getattr(args, name, parsed[name]) != parsed[name]}
-    changes = {name: str(value) if isinstance(value, Path) else value for name, value in changes.items()}
-    return config.with_groups(checkpoint=replace(config.checkpoint, **changes))
+    config = make_run_config(args)
+    if optimizer is None:
+        config = config.with_groups(checkpoint=replace(config.checkpoint, no_load_optim=True, no_save_optim=True))
+    chunks = [_Chunk(chunk, groups) for chunk in (model if isinstance(model, list | tuple) else [model])]
+    return _Parts(
+        config,
+        groups,
+        chunks,
+        optimizer or _NoOptimizer(),
+        scheduler or _NoOptimizer(),
+        Progress(args.train_iters or 0),
+    )

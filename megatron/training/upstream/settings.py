@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,10 +16,17 @@ from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.upstream import batches
 from megatron.planner.memory import describe_memory, estimate_memory
-from megatron.training.arguments import as_namespace, core_transformer_config_from_args
+from megatron.training.arguments import (
+    as_namespace,
+    core_transformer_config_from_args,
+    make_run_config,
+    refuse_missing_features,
+    update_args,
+)
 from megatron.training.config.container import RunConfig
 from megatron.training.current_run import CurrentRun
 from megatron.training.data.samples import build_batch_size_calculator, count_iterations, count_needed_samples
+from megatron.training.flags.parser import drop_unknown
 from megatron.training.global_vars import get_args
 from megatron.training.launch.initialize import initialize, read_command_line
 from megatron.training.recipes.gpt import describe_gpt_workload
@@ -30,24 +38,22 @@ def parse_and_validate_args(
     extra_args_provider: Any = None, ignore_unknown_args: bool = False, args_defaults: Mapping[str, Any] | None = None
 ) -> Namespace:
     """The settings of the command line as get_args() then returns them. args_defaults: setting -> value for what the
-    command line leaves out. Raises ConfigError with every problem; unknown flags are never ignored."""
-    if ignore_unknown_args:
-        raise ValueError("flags are never ignored; declare your own through extra_args_provider")
-    args = as_namespace(read_command_line(extra_args_provider, args_defaults or {}))
+    command line leaves out. ignore_unknown_args: leave flags alone that nobody here knows. Raises ConfigError with
+    every problem; what only our own loop needs, such as --lr, may be missing."""
+    words = drop_unknown(sys.argv[1:], extra_args_provider) if ignore_unknown_args else None
+    args = as_namespace(read_command_line(extra_args_provider, args_defaults or {}, trains=False, words=words))
     set_args(args)
     return args
 
 
 def validate_args(args: Namespace, defaults: Mapping[str, Any] | None = None) -> Namespace:
-    """Check arguments that a script has changed since they were parsed; defaults: for those that are None.
-
-    Raises ConfigError with every problem of the model's settings.
-    """
+    """Check arguments that a script has changed since they were parsed, and derive what follows from them; defaults:
+    for those that are None. args.world_size is the number of processes. Raises ConfigError with every problem."""
     for name, value in (defaults or {}).items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
-    # Making the config is what checks it.
-    core_transformer_config_from_args(args)
+    refuse_missing_features(args)
+    update_args(args, make_run_config(args, checked=True))
     return args
 
 
@@ -60,7 +66,7 @@ def gpt_config_from_args(
 
 def pretrain_cfg_container_from_args(args: Namespace, model_cfg: TransformerConfig | None = None) -> RunConfig:
     """All settings in groups; pretrain(run_config=...) takes them. model_cfg: in place of the parsed model."""
-    config: RunConfig = args.run_config
+    config = make_run_config(args)
     return config if model_cfg is None else config.with_groups(model=model_cfg)
 
 
@@ -78,7 +84,7 @@ def set_global_variables(args: Namespace, build_tokenizer: bool = True) -> None:
     """Arguments, timers, the number of microbatches, and unless told otherwise the tokenizer."""
     set_args(args)
     CurrentRun.show(timers=Timers(log_level=args.timing_log_level))
-    calculator = build_batch_size_calculator(args.run_config)
+    calculator = build_batch_size_calculator(make_run_config(args))
     # get_num_microbatches() has no arguments, so it needs both here.
     batches.CurrentBatchSize.calculator, batches.CurrentBatchSize.consumed_samples = calculator, 0
     if build_tokenizer:
@@ -93,8 +99,9 @@ def unset_global_variables() -> None:
 
 def _build_tokenizer(args: Namespace) -> Tokenizer:
     """The run's tokenizer, which get_tokenizer() then returns; args.padded_vocab_size follows from it."""
-    tokenizer = build_tokenizer(args.run_config)
-    args.padded_vocab_size = compute_padded_vocab_size(args.run_config, tokenizer)
+    config = make_run_config(args)
+    tokenizer = build_tokenizer(config)
+    args.padded_vocab_size = compute_padded_vocab_size(config, tokenizer)
     CurrentRun.show(tokenizer=tokenizer)
     return tokenizer
 
@@ -119,7 +126,7 @@ def initialize_megatron(
 
     def join() -> None:
         args = get_args()
-        process = initialize(args.run_config)
+        process = initialize(make_run_config(args))
         if process.launch.rank == 0:
             for note in process.notes:
                 print(f"note: {note}", flush=True)

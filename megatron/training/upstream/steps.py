@@ -24,6 +24,8 @@ from megatron.core.plan.stages import build_pipeline_layout, build_virtual_stage
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.stacked_parameters import list_parameters
 from megatron.core.upstream.batches import get_num_microbatches
+from megatron.core.upstream.modules import Float16Module
+from megatron.training.arguments import make_run_config
 from megatron.training.config.container import RunConfig
 from megatron.training.global_vars import get_args
 from megatron.training.setup import build_scheduler, tie_chunks
@@ -39,28 +41,42 @@ def get_model(
 ) -> list[Any]:
     """This process's pipeline chunks on its device, in DistributedDataParallel unless told otherwise.
 
-    model_provider_func: (pre_process, post_process) and, where it accepts it, vp_stage -> one chunk. config: of the
-    model; that of get_args() when None.
+    model_provider_func: (pre_process, post_process) and, where it has parameters for them, vp_stage, config and
+    pg_collection -> one chunk. With bf16 or fp16 each chunk is in a Float16Module, so that its logits are float32.
+    model_type: the chunks then have it. config: of the model; that of get_args() when None.
     """
-    run_config: RunConfig = get_args().run_config
-    config = config or run_config.model
+    args = get_args()
+    run_config = make_run_config(args)
+    given, config = config, config or run_config.model
     groups = pg_collection or ProcessGroupCollection.current()
     shape = build_virtual_stages(config)
     layout = build_pipeline_layout(config, shape)
-    # Upstream hands vp_stage only to providers that have a parameter of that name.
-    accepts_stage = "vp_stage" in inspect.signature(model_provider_func).parameters
+    # Upstream hands these only to providers that have a parameter of that name.
+    known = inspect.signature(model_provider_func).parameters
     chunks: list[nn.Module] = []
     for index in range(shape.chunks):
         content = layout[shape.index(groups.pp.rank(), index)]
-        offered = {"vp_stage": index if shape.chunks > 1 else None} if accepts_stage else {}
+        vp_stage = index if shape.chunks > 1 else None
+        offered = {"vp_stage": vp_stage, "config": given, "pg_collection": groups}
+        offered = {name: value for name, value in offered.items() if name in known}
         with torch.device(device_module.current_device()):
             chunk = model_provider_func(pre_process=content.has_embedding, post_process=content.has_loss, **offered)
-        chunks.append(chunk.to(device_module.current_device()))
+        chunk = chunk.to(device_module.current_device())
+        chunk.model_type, chunk.vp_stage = model_type, vp_stage  # type: ignore[assignment]
+        chunks.append(chunk)
     # Before wrapping: flat buffers take every parameter once.
     tie_chunks(chunks)
+    if config.bf16 or config.fp16:
+        chunks = [Float16Module(getattr(chunk, "config", config), chunk) for chunk in chunks]
     if not wrap_with_ddp:
         return chunks
-    return [DistributedDataParallel(config, run_config.ddp, chunk, pg_collection=groups) for chunk in chunks]
+    wrapped = [
+        DistributedDataParallel(getattr(chunk, "config", config), run_config.ddp, chunk, pg_collection=groups)
+        for chunk in chunks
+    ]
+    for chunk, outside in zip(chunks, wrapped, strict=True):
+        outside.model_type, outside.vp_stage = model_type, getattr(chunk, "vp_stage", None)  # type: ignore[assignment]
+    return wrapped
 
 
 def setup_model_and_optimizer(
@@ -73,7 +89,7 @@ def setup_model_and_optimizer(
     """Model, optimizer and learning-rate schedule of the settings, with what --load holds; get_args().iteration is then
     how far that was. checkpointing_context: of upstream's signature. cfg_container: those of get_args() when None."""
     args = get_args()
-    config = cfg_container or args.run_config
+    config = cfg_container or make_run_config(args)
     model = get_model(model_provider_func, model_type, pg_collection=pg_collection)
     optimizer = get_megatron_optimizer(config.optimizer, model, pg_collection=pg_collection)
     scheduler = build_scheduler(config, optimizer)

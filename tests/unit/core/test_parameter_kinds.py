@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_groups import ParamKey, make_param_key
+from megatron.core.optimizer.param_groups import GroupKey, make_param_key
 from megatron.core.placement import Kind, Part, Placement, Split, get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import declare_parameter, declare_vocabulary, initialise_parameters
@@ -94,7 +94,7 @@ def test_vocabulary_rows_are_said_once_and_only_of_tables_of_tokens() -> None:
     assert (get_placement(declared).kind, get_placement(declared).logical_shape) == ("embedding", (5, 4))
 
 
-def key(kind: Kind, shape: tuple[int, ...], **settings: object) -> ParamKey:
+def key(kind: Kind, shape: tuple[int, ...], **settings: object) -> GroupKey:
     return make_param_key(Placement("p", shape, kind=kind), OptimizerConfig(**settings))
 
 
@@ -120,7 +120,7 @@ def test_biases_of_experts_are_vectors_although_they_lie_in_a_stack() -> None:
     for name, param in biases:
         assert param.dim() == 2
         config = OptimizerConfig(optimizer="muon", width_multiplier=2.0)
-        assert make_param_key(get_placement(param, name), config) == ParamKey(True, False, "adam", False)
+        assert make_param_key(get_placement(param, name), config) == GroupKey(True, False, "adam", False)
 
 
 class Stage(nn.Module):

@@ -142,10 +142,10 @@ def test_an_overflow_that_no_smaller_scale_can_mend_stops_the_run(flags: str, na
 
 def test_state_of_another_number_format_is_taken_without_a_scale() -> None:
     _, optimizer = wrapped(tiny_network())
-    fresh, _ = optimizer_of("--initial-loss-scale 64")[1], optimizer.load_state_dict({"step_count": 3})
-    fresh.load_state_dict(optimizer.state_dict())
+    fresh, _ = optimizer_of("--initial-loss-scale 64")[1], optimizer.load_numbers({"step_count": 3})
+    fresh.load_numbers(optimizer.numbers())
     assert (fresh.step_count, fresh.loss_scale) == (3, 64)
-    optimizer.load_state_dict(fresh.state_dict())
+    optimizer.load_numbers(fresh.numbers())
     assert optimizer.loss_scale == 1.0
 
 
@@ -179,7 +179,7 @@ def test_a_run_skips_overflows_reports_them_and_resumes_bit_for_bit(
     resumed = train_tiny(*flags, *save, "--train-iters", "8")
     assert resumed.progress.iteration == 8
     assert differing(resumed, straight) == []
-    assert resumed.optimizer.state_dict() == straight.optimizer.state_dict()
+    assert resumed.optimizer.numbers() == straight.optimizer.numbers()
 
 
 @pytest.mark.flags("--log-loss-scale-to-tensorboard")

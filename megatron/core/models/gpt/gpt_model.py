@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.device import current_device
+from megatron.core.enums import ModelType
 from megatron.core.errors import ConfigError
 from megatron.core.inference_context import InferenceContext
 from megatron.core.models.common.embeddings.attention_temperature import AttentionTemperature
@@ -70,6 +71,7 @@ class GPTModel(LanguageModule):
         super().__init__(config, pg_collection)
         _check_arguments(fp16_lm_cross_entropy, position_embedding_type)
         self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
+        self.vp_stage, self.model_type = vp_stage, ModelType.encoder_or_decoder
         self.pre_process, self.post_process = pre_process, post_process
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.position_embedding_type, self.logit_scale = position_embedding_type, config.logit_scale

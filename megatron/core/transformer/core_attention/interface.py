@@ -65,6 +65,13 @@ class Visible:
         A mask takes the place of the causal rule, except with padding_causal or in a layer with a window or chunks,
         where it only hides more. Without one attention is causal unless the mask type is no_mask.
         """
+        if attention_mask is not None and attention_mask.dim() == 2:
+            # [b, s]: which tokens are padding. Upstream's causal kernels do not look at it; left in, padding behind the
+            # text changes nothing that is read.
+            is_causal = mask_type in (AttnMaskType.causal, AttnMaskType.causal_bottom_right)
+            attention_mask = None if is_causal else attention_mask[:, None, None, :]
+        if attention_mask is not None and not attention_mask.is_floating_point():
+            attention_mask = attention_mask.bool()  # programs give whole numbers, too
         # With a window the causal rule stays: a window is counted backwards from a query's own position.
         if window is not None or chunk is not None or mask_type is AttnMaskType.padding_causal:
             return cls(True, window, attention_mask, chunk=chunk)
