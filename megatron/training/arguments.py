@@ -72,7 +72,7 @@ def as_namespace(config: RunConfig) -> Namespace:
         world_size=config.world_size,
         data_parallel_size=config.data_parallel_size,
         run_config=config,
-        _parsed_checkpoint=dataclasses.replace(config.checkpoint),
+        _parsed=_list_values(config),
     )
 
 
@@ -86,8 +86,9 @@ def make_run_config(args: Namespace, *, checked: bool = False) -> RunConfig:
     """The settings of `args` as a script has left them. checked: also their relations (ConfigError with every problem);
     the values of each group are always judged where one has changed."""
     config: RunConfig = args.run_config
-    before, changes = _list_values(config), {}
-    for name, old in before.items():
+    changes = {}
+    # A script may also have changed a group in place: what it left alone in `args` is that group's to say.
+    for name, old in args._parsed.items():
         value = getattr(args, name, old)
         value = str(value) if isinstance(value, Path) else value
         # Compared by type, too: 1 == True.
@@ -122,7 +123,8 @@ def _is_default(config: RunConfig, name: str) -> bool:
 
 def update_args(args: Namespace, config: RunConfig) -> None:
     """Let the namespace say what these settings say."""
-    vars(args).update(_list_values(config), run_config=config, data_parallel_size=config.data_parallel_size)
+    values = _list_values(config)
+    vars(args).update(values, run_config=config, data_parallel_size=config.data_parallel_size, _parsed=values)
 
 
 def refuse_missing_features(args: Namespace) -> None:

@@ -51,6 +51,7 @@ def derive_across_groups(run: RunGroups) -> None:
         run.checkpoint.save = f"{run.checkpoint.ckpt_convert_save}/{run.checkpoint.ckpt_convert_format}"
         run.checkpoint.ckpt_format = run.checkpoint.ckpt_convert_format
     model.measures_attention_logits = model.qk_clip or run.logger.log_max_attention_logit
+    model.transformer_impl = run.gpt.transformer_impl
     # The optimizer is given parameters, not the model's settings.
     run.optimizer.bf16, run.optimizer.fp16 = model.bf16, model.fp16
     run.optimizer.width_multiplier = model.width_multiplier

@@ -102,6 +102,7 @@ def _build_tokenizer(args: Namespace) -> Tokenizer:
     config = make_run_config(args)
     tokenizer = build_tokenizer(config)
     args.padded_vocab_size = compute_padded_vocab_size(config, tokenizer)
+    update_args(args, make_run_config(args))
     CurrentRun.show(tokenizer=tokenizer)
     return tokenizer
 

@@ -34,7 +34,6 @@ LEFT_OUT = {
     "ColumnParallelLinear": "stride keep_master_weight_for_test embedding_activation_buffer grad_output_buffer "
     "is_expert tp_comm_buffer_name disable_grad_reduce name output_dtype pg_collection",
     "Attention": "pp_layer_offset name",
-    "DistributedDataParallel": "disable_bucketing full_param_layout",
     "FullyParallelLoadStrategyWrapper": "per_rank_object_load pg_cache_path pg_cache_create",
     "GPTModel": "logit_dtype scatter_embedding_sequence_parallel",
     "IndexedDataset": "object_storage_config s3_config fast_cache_load sequences_per_dataset dtype_code",
@@ -46,15 +45,11 @@ LEFT_OUT = {
     "get_batch_on_this_tp_rank": "has_cu_seqlens is_hybrid_cp create_attention_mask_in_dataloader cp_size tp_rank "
     "micro_batch_size seq_length mtp_on_this_rank pipeline_model_parallel_size is_pipeline_first_stage "
     "is_pipeline_last_stage",
-    "get_megatron_optimizer": "config_overrides use_gloo_process_groups dump_param_to_param_group_map",
     "initialize_megatron": "seed_pp_group seed_dp_group seed_tp_group seed_ep_group seed_etp_group skip_random_seed",
-    "load_checkpoint": "checkpointing_context skip_load_to_model_and_opt tp_group pp_group dp_cp_group dp_group "
-    "expt_dp_group rng_state_key_prefix",
+    "load_checkpoint": "tp_group pp_group dp_cp_group dp_group expt_dp_group rng_state_key_prefix",
     "model_parallel_cuda_manual_seed": "gtp_remat_rank egtp_remat_rank force_reset_rng gtp_remat_world_size "
     "egtp_remat_world_size",
-    "save_checkpoint": "checkpointing_context pipeline_rank expert_rank tensor_rank pipeline_parallel expert_parallel "
-    "train_data_iterator preprocess_common_state_dict_fn release tp_group pp_group dp_cp_group "
-    "dp_group expt_dp_group rng_state_key_prefix",
+    "save_checkpoint": "tp_group pp_group dp_cp_group dp_group expt_dp_group rng_state_key_prefix",
     "train_step": "pg_collection p2p_communicator",
     "training_log": "max_attention_logit pg_collection is_first_iteration seqlen_squared_sum_in_batch "
     "total_real_tokens_in_batch",

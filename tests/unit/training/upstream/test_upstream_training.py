@@ -105,7 +105,7 @@ def test_arguments_are_parsed_and_checked(monkeypatch: pytest.MonkeyPatch) -> No
     finally:
         use(".global_vars", "unset_global_variables")()
     args.rampup_batch_size = None
-    assert check(args, {"rampup_batch_size": [1, 1, 1]}).rampup_batch_size == [1, 1, 1]
+    assert check(args, {"rampup_batch_size": [2, 2, 4]}).rampup_batch_size == [2, 2, 4]
     args.num_attention_heads = 3
     with pytest.raises(ConfigError, match="--num-attention-heads 3"):
         check(args=args, defaults={})
