@@ -33,6 +33,7 @@ MANY_PARAMETERS: dict[str, str] = {
     "megatron/core/models/hybrid/hybrid_model.py:HybridModel.__init__": "upstream's signature",
     "megatron/core/optimizer_param_scheduler.py:OptimizerParamScheduler.__init__": "upstream's signature",
     "megatron/core/upstream/layers.py:topk_routing_with_score_function": "upstream's signature",
+    "megatron/training/upstream/checkpoints.py:save_checkpoint": "upstream's signature",
     "megatron/training/training.py:pretrain": "upstream's signature, and one keyword for each hook",
 }
 DEEP_NESTING: dict[str, str] = {}
