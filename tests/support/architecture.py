@@ -71,7 +71,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "core.tokenizers": ("core",),
     "core.datasets": ("core", "core.tokenizers"),
     "core.distributed": ("core",),
-    "core.optimizer": ("core", "core.distributed", "core.kernels"),
+    "core.optimizer": ("core", "core.distributed", "core.dist_checkpointing", "core.kernels"),
     "core.pipeline_parallel": ("core",),
     "core.inference": (*GROUND, *MODEL_TOWER, *ENGINE_TOWER),
     "planner": (*GROUND, *MODEL_TOWER, *ENGINE_TOWER),
