@@ -54,6 +54,7 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
         Command("doctor", "megatron.cli.check_checkpoint", "what is wrong with a directory of checkpoints"),
         Command("average", "megatron.cli.average_checkpoints", "the mean of several checkpoints"),
         Command("convert-checkpoint", "megatron.cli.convert_checkpoint", "upstream's tool of that name"),
+        Command("evaluate", "megatron.cli.evaluate", "perplexity on texts, and tasks of lm-evaluation-harness"),
         Command("loss-by-position", "megatron.cli.loss_by_position", "perplexity by the position of a token"),
         Command("draw-fp8", "megatron.cli.draw_fp8", "what rounding to 8 or 4 bits did, by layer and operand"),
         Command("draw-experts", "megatron.cli.draw_experts", "how evenly a run's experts were chosen"),

@@ -199,11 +199,8 @@ class Engine:
 
     def _choose(self, parts: list[Part], logits: Tensor, wanted: list[int]) -> list[_Choice]:
         """What each request gets of logits [sum of wanted, v]."""
-        if self.vocab_size is not None:
-            # Rows that pad the vocabulary to a multiple of the ranks were never trained.
-            logits[:, self.vocab_size :] = -math.inf
         # One wait for the device for all texts that take the likeliest token.
-        likeliest = logits.argmax(dim=-1).tolist()
+        likeliest = logits[:, : self.vocab_size].argmax(dim=-1).tolist()
         choices, first = [], 0
         for part, count in zip(parts, wanted, strict=True):
             rows = slice(first, first + count)
@@ -218,7 +215,7 @@ class Engine:
             past, known = request.length_read - part.new, len(request.read_logprobs)
             expected = request.prompt[past + 1 : past + 1 + part.tokens][known - past :]
             rows = logits[known - past :][: len(expected)]
-            choice.read_logprobs.extend(measure(rows, expected, request.prompt_logprobs))
+            choice.read_logprobs.extend(measure(rows, expected, request.prompt_logprobs, self.vocab_size))
         if not part.reaches_end or request.max_new_tokens == 0:
             return choice
         drafts = request.drafts
@@ -226,7 +223,7 @@ class Engine:
             token = self._choose_token(request, choice.tokens, logits[row], likeliest[row], draft)
             choice.tokens.append(token)
             if request.logprobs is not None:
-                choice.logprobs.extend(measure(logits[row : row + 1], [token], request.logprobs))
+                choice.logprobs.extend(measure(logits[row : row + 1], [token], request.logprobs, self.vocab_size))
             # What was read behind another token than this one says nothing about the text.
             if draft is None or token != int(draft.tokens) or token in request.ends:
                 break
@@ -238,6 +235,8 @@ class Engine:
         if sampling.greedy and not sampling.changes_logits and not is_too_short:
             return likeliest
         logits = logits.clone()  # log-probabilities are the model's own
+        if self.vocab_size is not None:
+            logits[self.vocab_size :] = -math.inf
         sampling.adjust(logits, [*request.text, *chosen], len(request.prompt))
         if is_too_short:
             logits[[*request.ends]] = -math.inf
@@ -279,13 +278,14 @@ class Engine:
         return request.ended_by is not None
 
 
-def measure(logits: Tensor, tokens: list[int], top: int) -> Iterator[TokenLogprobs]:
-    """Log-probabilities of tokens at places with logits [n, v], and of so many of the likeliest."""
+def measure(logits: Tensor, tokens: list[int], top: int, vocab_size: int | None = None) -> Iterator[TokenLogprobs]:
+    """Log-probabilities of tokens at places with logits [n, v], and of so many of the likeliest below vocab_size. As in
+    training's loss the rows that pad a vocabulary have their share, small as it is once a model is trained."""
     logprobs = logits.log_softmax(dim=-1)
     own = logprobs[torch.arange(len(tokens)), torch.tensor(tokens, dtype=torch.long)].tolist()
     if top == 0:
         yield from map(TokenLogprobs, own)
         return
-    values, ids = (x.tolist() for x in logprobs.topk(min(top, logits.shape[-1]), dim=-1))
+    values, ids = (x.tolist() for x in logprobs[:, :vocab_size].topk(min(top, vocab_size or logits.shape[-1]), dim=-1))
     for mine, best_ids, best in zip(own, ids, values, strict=True):
         yield TokenLogprobs(mine, tuple(zip(best_ids, best, strict=True)))
