@@ -15,8 +15,7 @@ chosen by Execution.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from torch import Tensor
@@ -29,63 +28,15 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.compiled_regions import Compile
 from megatron.core.transformer.execution.branch_runner import Runner
 from megatron.core.transformer.execution.execution import Execution
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.layer_inputs import LayerInputs
+from megatron.core.transformer.layer_submodules import TransformerLayerSubmodules, builds, is_there
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.residual_branch import ResidualBranch
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.weight_names import WeightNames, find_own_name, name_weights
-
-
-@dataclass
-class TransformerLayerSubmodules:
-    """The parts of a layer: specs or classes. Of the norms those are built that norm_placement asks for. A layer of one
-    branch has either attention or an MLP."""
-
-    input_layernorm: Any = None
-    self_attention: Any = None
-    self_attn_bda: Any = None
-    pre_cross_attn_layernorm: Any = None
-    cross_attention: Any = None
-    cross_attn_bda: Any = None
-    pre_mlp_layernorm: Any = None
-    mlp: Any = None
-    mlp_bda: Any = None
-    post_self_attn_layernorm: Any = None
-    post_mlp_layernorm: Any = None
-    sharded_state_dict_keys_map: Mapping[str, str] = field(default_factory=dict)
-    moe: Any = None
-    """What takes the place of `mlp` in layers with experts, where both are to be had from one spec."""
-    other_kinds: Mapping[str, Any] = field(default_factory=dict)
-    """Parts of further kinds of branches (core/plan/kinds.py), by name."""
-    weight_names: WeightNames = "own"
-
-    def problems(self) -> Iterator[str]:
-        """A sentence for each part of upstream's that is asked for and does not exist here."""
-        for name in ("pre_cross_attn_layernorm", "cross_attention", "cross_attn_bda"):
-            if _is_there(getattr(self, name)):
-                yield f"TransformerLayer has no {name}: a layer attends to its own sequence; leave it out"
-        for name in ("self_attn_bda", "mlp_bda"):
-            # How dropout and residual are added is the layer's own; upstream's function says the same.
-            if _is_there(given := getattr(self, name)) and getattr(given, "__name__", "") != "get_bias_dropout_add":
-                yield f"TransformerLayer has no {name} but get_bias_dropout_add; give that, or subclass ResidualBranch"
-        if self.sharded_state_dict_keys_map:
-            yield "sharded_state_dict_keys_map is not read: names in checkpoints do not depend on a spec; leave it out"
-
-
-def _builds(spec: Any, kind: type) -> bool:
-    """Whether a spec, or a class, builds modules of this kind."""
-    module = getattr(spec, "module", spec)
-    return isinstance(module, type) and issubclass(module, kind)
-
-
-def _is_there(part: Any) -> bool:
-    """Whether a spec names a part; upstream's identities stand for none."""
-    return part is not None and not (isinstance(part, type) and issubclass(part, IdentityOp))
-
+from megatron.core.transformer.weight_names import find_own_name, name_weights
 
 _NORMS = {
     "self_attention": ("input_layernorm", "post_self_attn_layernorm"),
@@ -165,14 +116,14 @@ class TransformerLayer(MegatronModule):
             or (policy == "moe" and submodules.moe)
             or getattr(submodules, kind.attribute, None)
         )
-        if policy == "moe" and _builds(spec, MLP):
+        if policy == "moe" and builds(spec, MLP):
             raise ConfigError("--num-experts needs a layer with experts; let the spec's layer have a part `moe`")
-        if policy == "mlp" and _builds(spec, MoELayer):
+        if policy == "mlp" and builds(spec, MoELayer):
             raise ConfigError(
                 f"layer {self.layer_number} has no experts by --moe-layer-freq, its spec has; take "
                 "get_gpt_decoder_block_spec(config), which has a spec for each layer"
             )
-        if spec is None or not _is_there(spec):
+        if spec is None or not is_there(spec):
             return None
         before, after = _NORMS[kind.attribute]
         setattr(self, before, self._norm(getattr(submodules, before), "input"))
@@ -185,6 +136,6 @@ class TransformerLayer(MegatronModule):
 
     def _norm(self, submodule: Any, place: str) -> Any:
         """The norm at the `input` or `output` of a branch; None where the config has none."""
-        if not _is_there(submodule) or self.config.norm_placement not in (place, "both"):
+        if not is_there(submodule) or self.config.norm_placement not in (place, "both"):
             return None
         return build_module(submodule, self.config, self.config.hidden_size)
