@@ -47,6 +47,7 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
         Command("parity", "megatron.cli.check_parity", "is it the same run under other layouts?"),
         Command("autotune", "megatron.cli.autotune", "the fastest micro-batch, recomputation and kernels, by trying"),
         Command("draw-schedule", "megatron.cli.draw_schedule", "a pipeline's schedule as a picture"),
+        Command("draw-pattern", "megatron.cli.draw_pattern", "the layers of a hybrid as a picture"),
         Command("env", "megatron.cli.env", "the environment variables of a network, with reasons"),
     ),
     "After a run": (

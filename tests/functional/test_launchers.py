@@ -43,6 +43,8 @@ SCRIPTS = {
     "gpt_oss/train_gpt_oss_20b.sh": 16,
     "deepseek/train_deepseek_v2_lite.sh": 8,
     "deepseek/train_deepseek_v3.sh": 1024,
+    "hybrid/train_nemotron_h_8b.sh": 64,
+    "hybrid/train_qwen3_next_80b_a3b.sh": 64,
     "../.github/skills/megatron-lm-expert/assets/pretrain_llama.sh": 8,
 }
 """Script and argument -> processes."""

@@ -17,7 +17,7 @@ from megatron.core.optional_deps import available
 ROOT = Path(__file__).parents[2]
 
 
-def run_quickstart(out: Path) -> str:
+def run_quickstart(out: Path, script: str = "examples/quickstart.sh") -> str:
     environment = os.environ | {
         "QUICKSTART_DIR": str(out),
         "ITERATIONS": "3",
@@ -26,7 +26,7 @@ def run_quickstart(out: Path) -> str:
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
     finished = subprocess.run(
-        ["bash", "examples/quickstart.sh"],
+        ["bash", script],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
@@ -41,6 +41,12 @@ def run_quickstart(out: Path) -> str:
 def iterations(out: Path) -> list[int]:
     rows = [json.loads(line) for line in (out / "metrics" / "metrics.jsonl").read_text().splitlines()]
     return [row["iteration"] for row in rows if "lm loss" in row]
+
+
+def test_the_hybrids_quickstart_trains_and_writes(tmp_path: Path) -> None:
+    said = run_quickstart(tmp_path / "hybrid", "examples/hybrid/quickstart.sh")
+    assert "iteration        3/       3" in said and "3. Text from the model" in said
+    assert list((tmp_path / "hybrid" / "hybrid" / "iter_0000003").iterdir())
 
 
 @pytest.mark.timeout(900)

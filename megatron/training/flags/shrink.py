@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core.errors import ConfigError
+from megatron.core.plan.letters import split_letters
 from megatron.core.transformer.config_fields.precision import MULTIPLES
 from megatron.training.config.container import RunConfig
 from megatron.training.flags.declarations import declared_flags
@@ -121,12 +122,19 @@ def _shrink_model(values: Mapping[str, Any], given: set[str], layout: Mapping[st
     # Every n-th layer without positions: n must divide the layers.
     if isinstance(values["no_rope_freq"], int):
         layers = max(layers, 4)
-    sizes: dict[str, Any] = {
+    letters = _shrink_letters(values["hybrid_layer_pattern"], chunks)
+    sizes: dict[str, Any] = letters | {
         "num_layers": layers, "hidden_size": 16 * _HEADS, "num_attention_heads": _HEADS, "seq_length": _LENGTH,
         "max_position_embeddings": _LENGTH, "tokenizer_type": "NullTokenizer", "vocab_size": 1000,
         "make_vocab_size_divisible_by": 8,
     }  # fmt: skip
+    if letters:
+        del sizes["num_layers"]
+    shared = 2 if values["linear_num_value_heads"] > values["linear_num_key_heads"] else 1
     small = {
+        "mamba_num_heads": 8, "mamba_head_dim": 16, "mamba_num_groups": 2, "mamba_state_dim": 16,
+        "linear_num_key_heads": 4, "linear_num_value_heads": 4 * shared, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
         "ffn_hidden_size": 128, "kv_channels": 16, "window_size": (15, 0), "attention_chunk_size": 16,
         "attn_temperature_floor": 8, "mup_base_hidden_size": 32,
         "q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16,
@@ -147,6 +155,17 @@ def _shrink_model(values: Mapping[str, Any], given: set[str], layout: Mapping[st
     if values["num_moe_experts"] is not None:
         sizes |= _shrink_experts(values, given)
     return sizes
+
+
+def _shrink_letters(pattern: str | None, chunks: int) -> dict[str, Any]:
+    """A pattern with a layer of each letter on every chunk, and the same depths of prediction; nothing for a GPT."""
+    if pattern is None:
+        return {}
+    letters = split_letters(pattern)
+    each = "".join(dict.fromkeys(letters.decoder))
+    cut = "|" if len(letters.segments) > 1 else ""
+    depths = "".join(f"/{part}" for part in letters.predictions)
+    return {"hybrid_layer_pattern": cut.join([each] * chunks) + depths}
 
 
 def _fit_few_bits(config: RunConfig, values: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
