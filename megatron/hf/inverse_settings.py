@@ -10,7 +10,8 @@ from megatron.core.plan.read import read_plan
 from megatron.training.config.container import RunConfig
 from megatron.training.flags.declarations import flags_by_spelling
 from megatron.training.recipes.family import GROUP_LIMITED, ROPE_TYPES, Family, Setting
-from megatron.training.recipes.family_flags import FULL, list_pinned
+from megatron.training.recipes.family_flags import ENDLESS, FULL, list_pinned
+from megatron.training.recipes.family_letters import read_pattern
 
 
 def invert_flags(family: Family, config: RunConfig) -> dict[str, Any] | None:
@@ -26,7 +27,14 @@ def invert_flags(family: Family, config: RunConfig) -> dict[str, Any] | None:
     for setting in (*family.sizes, *family.settings):
         if not _invert(setting, config, fields):
             return None
-    if family.is_rotary:
+    if family.letters is not None:
+        layers = read_pattern(family.letters, config.model.hybrid_layer_pattern)
+        if layers is None:
+            return None
+        fields |= layers
+    if family.rotary_field:
+        fields[family.rotary_field] = None if config.model.position_embedding_type == "none" else "rope"
+    if family.is_rotary and fields.get(family.rotary_field, "rope") == "rope":
         _add_rope(fields, config)
     return fields
 
@@ -47,8 +55,12 @@ def _invert(setting: Setting, config: RunConfig, fields: dict[str, Any]) -> bool
     """Add the field of one setting; False where the family has no model with its value."""
     if setting.form in ("root", "two best"):
         return True  # of a field that another setting writes
-    value = _read(setting.flag, config)
     model = config.model
+    if setting.with_experts and model.num_moe_experts is None:
+        if setting.flag == "--num-experts":
+            _put(fields, setting.theirs, 0)
+        return True
+    value = _read(setting.flag, config)
     layers = read_plan(model).decoder
     match setting.form:
         case "switch" | "inverted switch":
@@ -66,7 +78,18 @@ def _invert(setting: Setting, config: RunConfig, fields: dict[str, Any]) -> bool
         case "layers with experts":
             value = [index for index, layer in enumerate(layers) if layer.has("experts")]
         case "inverse root":
-            value = _invert_root(value)
+            value = None if value is None else _invert_power(value, -2)
+        case "inverse":
+            value = None if value is None else _invert_power(value, -1)
+        case "bounds":
+            highest = _read(setting.word or "", config)
+            value = [value, ENDLESS if highest is None else highest]
+        case "expansion":
+            assert model.hidden_size is not None
+            value = model.mamba_inner_width / model.hidden_size
+            if value != int(value):
+                return False
+            value = int(value)
         case "group score":
             value = GROUP_LIMITED if model.moe_router_num_groups and value == "best" else setting.default
     if setting.only_if is not None:
@@ -115,12 +138,11 @@ def _is_given(setting: Setting, config: RunConfig) -> bool:
     return bool(value) == (setting.flag in _find_flag(setting.flag).names)
 
 
-def _invert_root(scale: float | None) -> float | int | None:
-    if scale is None:
-        return None
+def _invert_power(value: float, exponent: int) -> float | int:
+    """The number of which value is the power -1/2 (exponent -2), or 1 / value (exponent -1)."""
     # 144 ** -0.5 is rounded; so its inverse is not exactly 144.
-    nearest = round(scale**-2)
-    return nearest if nearest and nearest**-0.5 == scale else scale**-2
+    nearest = round(value**exponent)
+    return nearest if nearest and nearest ** (1 / exponent) == value else value**exponent
 
 
 def _add_rope(fields: dict[str, Any], config: RunConfig) -> None:

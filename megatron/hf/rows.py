@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from megatron.core.plan.kinds import find_kind
 from megatron.core.plan.read import read_plan
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.recipes.family import Row
@@ -28,7 +29,7 @@ def list_names(row: Row, parameter: str, config: TransformerConfig) -> list[list
     kind, _, rest = parameter.partition(".layers.")
     layers = read_plan(config).prediction if kind == "mtp" else read_plan(config).decoder
     layer = layers[int(rest.partition(".")[0])].number - 1 if rest else 0
-    names = [name.replace("{layer}", str(layer)) for name in row.theirs]
+    names = [name.replace("{layer}", str(layer)).replace("{pair}", str(layer // 2)) for name in row.theirs]
     count = config.num_moe_experts or 1 if is_per_expert(row) else 1
     return [[name.replace("{expert}", str(expert)) for name in names] for expert in range(count)]
 
@@ -51,6 +52,16 @@ def join(row: Row, config: TransformerConfig, theirs: Sequence[Tensor]) -> Tenso
         return torch.cat(tensors)
     if row.form == "interleaved":
         return torch.cat([tensors[0][0::2], tensors[0][1::2]])
+    if row.form == "sections":
+        return torch.cat(tensors)
+    if row.form == "grouped_sections":
+        groups, parts = config.linear_num_key_heads, []
+        for tensor, sizes in zip(tensors, _list_section_sizes(row, config), strict=True):
+            by_head = tensor.unflatten(0, (groups, -1)).split([size // groups for size in sizes], dim=1)
+            parts += [part.flatten(0, 1) for part in by_head]
+        return torch.cat(parts)
+    if row.form == "by_head":
+        return tensors[0].flatten()
     if row.form in ("qkv", "gated_qkv"):
         groups, width = _get_heads(config)
         if len(tensors) == 1:
@@ -71,6 +82,15 @@ def split(row: Row, config: TransformerConfig, ours: Tensor) -> list[Tensor]:
         tensors = list(ours.chunk(len(row.theirs)))
     if row.form == "interleaved":
         tensors = [torch.stack(ours.chunk(2), dim=1).flatten(0, 1)]
+    if row.form == "sections":
+        tensors = list(ours.split([sum(sizes) for sizes in _list_section_sizes(row, config)]))
+    if row.form == "grouped_sections":
+        groups, by_tensor = config.linear_num_key_heads, _list_section_sizes(row, config)
+        parts = ours.split([size for sizes in by_tensor for size in sizes])
+        by_head = iter(part.unflatten(0, (groups, -1)) for part in parts)
+        tensors = [torch.cat([next(by_head) for _ in sizes], dim=1).flatten(0, 1) for sizes in by_tensor]
+    if row.form == "by_head":
+        tensors = [ours[None, None, :, None]]
     if row.form in ("qkv", "gated_qkv"):
         groups, width = _get_heads(config)
         by_group = ours.unflatten(0, (groups, -1, width))
@@ -99,6 +119,14 @@ def find_their_rows(
         for part in torch.tensor_split(theirs, gaps):
             if len(part):
                 yield number, part, ours[part] - start
+
+
+def _list_section_sizes(row: Row, config: TransformerConfig) -> list[list[int]]:
+    """Of each of their tensors, the rows of its sections."""
+    sections = find_kind(row.kind).sections
+    assert sections is not None, f"{row.kind} has no sections"
+    sizes = sections(config)
+    return [[sizes[name] for name in names] for names in row.sections]
 
 
 def _get_heads(config: TransformerConfig) -> tuple[int, int]:

@@ -31,7 +31,10 @@ _RUN = "--micro-batch-size 2 --train-iters 5 --lr 1e-3 --mock-data --tokenizer-t
 def read_config(flags: str = "") -> RunConfig:
     """The settings of a tiny run with these flags; a size given in `flags` replaces the usual one."""
     given = flags.split()
-    sizes = [word for flag, value in _SIZES.items() if flag not in given for word in (flag, value)]
+    sized = {word.partition("=")[0] for word in given}
+    # The letters of a hybrid say how many layers it has.
+    sized |= {"--num-layers"} if "--hybrid-layer-pattern" in sized else set()
+    sizes = [word for flag, value in _SIZES.items() if flag not in sized for word in (flag, value)]
     return read_run_config([*sizes, *_RUN.split(), *given], {})
 
 

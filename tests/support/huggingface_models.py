@@ -29,6 +29,7 @@ from megatron.training.recipes.families import find_family
 from megatron.training.recipes.family import Family, Row, find_row
 from megatron.training.recipes.family_flags import build_flags
 from megatron.training.recipes.gpt import build_gpt_model
+from megatron.training.recipes.hf_config import LENGTH as LIMIT
 from megatron.training.recipes.hf_config import keep_stored_prediction
 from tests.support.gpt_models import read_config
 
@@ -111,7 +112,9 @@ def convert(model: GPTModel, family: Family, theirs: Mapping[str, Tensor]) -> di
 
 def converted(hf_model: nn.Module, flags: Sequence[str], family: Family | None = None) -> GPTModel:
     """Our model of these flags with the weights of `hf_model`."""
-    config = read_config(" ".join([*flags, f"--seq-length {LENGTH}"]))
+    # Without a length in theirs, ours has none of consequence.
+    length = [] if any(LIMIT in flag for flag in flags) else [f"{LIMIT} {LENGTH}"]
+    config = read_config(" ".join([*flags, *length, f"--seq-length {LENGTH}"]))
     model = build_gpt_model(config, hf_model.config.vocab_size)
     model.load_state_dict(convert(model, family or find_family(hf_model.config.model_type), saved_tensors(hf_model)))
     return model.eval()
@@ -143,8 +146,10 @@ def assert_same_logits(
     *,
     tolerance: float = 1e-5,
     length: int = LENGTH,
+    allows_rounding: bool = False,
 ) -> GPTModel:
-    """Logits of every position of two sequences; returns our model. tolerance: of the largest logit.
+    """Logits of every position of two sequences; returns our model. tolerance: of the largest logit. allows_rounding:
+    more where the logits are as far from our model's in float64, so that float32 cannot say them better.
 
     hf_model: a ...ForCausalLM in float32. flags: `list_flags` of it, possibly changed. family: by default
     that of its model_type.
@@ -154,7 +159,12 @@ def assert_same_logits(
     largest = expected.abs().max().item()
     assert largest > 0.5, "logits so small that anything would be close"
     difference = (logits_of(model, ids) - expected).abs().max().item()
-    assert difference <= tolerance * max(1.0, largest), f"logits up to {largest:.2f} differ by {difference:.2e}"
+    bound = tolerance * max(1.0, largest)
+    if allows_rounding and bound < difference < 1e-3 * largest:
+        # Norms of heads make much of what nearly cancelled, in transformers as here.
+        bound = max(bound, 4 * (logits_of(model.double(), ids) - expected).abs().max().item())
+        model.float()
+    assert difference <= bound, f"logits up to {largest:.2f} differ by {difference:.2e}"
     return model
 
 

@@ -89,6 +89,8 @@ class BranchKind:
     state: Literal["per token", "per sequence"] | None = None
     """Memory of a sequence in generation: something of each token, such as keys and values, or a state that stays as
     large however long the sequence is."""
+    sections: Callable[[Config], dict[str, int]] | None = None
+    """Of a mixer whose first projection has named sections: their outputs, in order."""
     spec: Any = None
     """A ModuleSpec or a class. None: the layer's spec has a part for this kind."""
     missing: str | None = None

@@ -121,13 +121,18 @@ def _keep_kimi(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]
     return _keep(config, tokens, sections, ("query", "key", "value"), sections["g"], sections["beta"])
 
 
-MAMBA = BranchKind("mamba", "M", "mixer", _count_mamba, _keep_mamba, _work_with_sums, "per sequence")
+MAMBA = BranchKind(
+    "mamba", "M", "mixer", _count_mamba, _keep_mamba, _work_with_sums, "per sequence", list_mamba_sections
+)
 GATED_DELTA_NET = BranchKind(
-    "gated_delta_net", "G", "self_attention", _count_delta, _keep_delta, _work_with_corrections, "per sequence"
-)
+    "gated_delta_net", "G", "self_attention", _count_delta, _keep_delta, _work_with_corrections, "per sequence",
+    list_delta_sections,
+)  # fmt: skip
 GATED_DELTA_NET_2 = BranchKind(
-    "gated_delta_net_2", "", "self_attention", _count_delta_2, _keep_delta_2, _work_with_corrections, "per sequence"
-)
+    "gated_delta_net_2", "", "self_attention", _count_delta_2, _keep_delta_2, _work_with_corrections, "per sequence",
+    list_delta_2_sections,
+)  # fmt: skip
 KIMI_DELTA = BranchKind(
-    "kimi_delta", "K", "self_attention", _count_kimi, _keep_kimi, _work_with_corrections, "per sequence"
-)
+    "kimi_delta", "K", "self_attention", _count_kimi, _keep_kimi, _work_with_corrections, "per sequence",
+    list_kimi_sections,
+)  # fmt: skip

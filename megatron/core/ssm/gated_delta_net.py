@@ -48,7 +48,7 @@ class GatedDeltaNet(StateMixer):
         self.dt_bias = self.declare(config.linear_num_value_heads, ones)
         self.A_log = self.declare(config.linear_num_value_heads, log_uniform_decay)
         self.out_norm = HeadNorm(
-            self.declare(config.linear_value_head_dim, ones, is_divided=False), config.layernorm_epsilon
+            self.declare(config.linear_value_head_dim, ones, is_divided=False), config.head_norm_epsilon
         )
 
     @property
@@ -73,7 +73,10 @@ class GatedDeltaNet(StateMixer):
 
     def _find_gates(self, alpha: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
         steps = F.softplus(at_least_float32(alpha) + self.dt_bias)
-        return -at_least_float32(self.A_log).exp() * steps, torch.sigmoid(beta)
+        strength = torch.sigmoid(beta)
+        if self.config.linear_allow_neg_eigval:
+            strength = 2 * strength
+        return -at_least_float32(self.A_log).exp() * steps, strength
 
     def list_heads(self, section: dict[str, Tensor]) -> list[Tensor]:
         """Queries, keys and values, [s, b, heads, channels of one]."""
@@ -111,7 +114,7 @@ class GatedDeltaNet2(GatedDeltaNet):
         self.dt_bias = self.declare(self.sections["key"], step_sizes)
         self.A_log = self.declare(config.linear_num_key_heads, log_uniform_decay)
         self.out_norm = HeadNorm(
-            self.declare(config.linear_value_head_dim, ones, is_divided=False), config.layernorm_epsilon
+            self.declare(config.linear_value_head_dim, ones, is_divided=False), config.head_norm_epsilon
         )
 
     def prepare(self, section: dict[str, Tensor]) -> Inputs:

@@ -36,7 +36,7 @@ class KimiDeltaAttention(GatedDeltaNet):
         self.dt_bias = self.declare(self.sections["g"], step_sizes)
         self.A_log = self.declare(config.linear_num_value_heads, log_uniform_decay)
         self.out_norm = HeadNorm(
-            self.declare(config.linear_value_head_dim, ones, is_divided=False), config.layernorm_epsilon
+            self.declare(config.linear_value_head_dim, ones, is_divided=False), config.head_norm_epsilon
         )
 
     def _find_gates(self, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:

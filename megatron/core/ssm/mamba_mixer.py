@@ -5,7 +5,8 @@ With step sizes D_t = softplus(dt_t + dt_bias) and a = -exp(A_log), for every he
 
     S_t = exp(D_t a) S_{t-1} + B_t (D_t x_t)^T,    y_t = S_t^T C_t + D x_t,    out = norm(y * silu(z)) W_out
 
-where x, B and C come through a convolution over four tokens. Source: Dao and Gu, "Transformers are SSMs", 2024,
+where x, B and C come through a convolution over four tokens. Other models bound D_t, or normalise y
+before the gate, or not at all. Source: Dao and Gu, "Transformers are SSMs", 2024,
 sections 6 and 7.
 """
 
@@ -25,21 +26,20 @@ from megatron.core.tensor_parallel.products import at_least_float32
 from megatron.core.transformer.norms import rms_norm
 
 _CONVOLUTION_WIDTH = 4
-_NORM_EPSILON = 1e-5
 
 
 class GroupNorm(nn.Module):
     """RMSNorm of equal groups of channels, with a weight for each channel."""
 
-    def __init__(self, weight: nn.Parameter, groups: int) -> None:
+    def __init__(self, weight: nn.Parameter, groups: int, epsilon: float) -> None:
         """groups: of this rank's channels."""
         super().__init__()
-        self.weight, self._groups = weight, groups
+        self.weight, self._groups, self._epsilon = weight, groups, epsilon
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., channels] -> the same."""
         divided = x.unflatten(-1, (self._groups, -1))
-        return rms_norm(divided, torch.ones_like(divided[0, 0, 0]), _NORM_EPSILON).flatten(-2) * self.weight
+        return rms_norm(divided, torch.ones_like(divided[0, 0, 0]), self._epsilon).flatten(-2) * self.weight
 
 
 class MambaMixer(StateMixer):
@@ -54,7 +54,12 @@ class MambaMixer(StateMixer):
 
     def convolution_form(self) -> tuple[int, bool]:
         """See StateMixer."""
-        return _CONVOLUTION_WIDTH, True
+        return _CONVOLUTION_WIDTH, self.config.mamba_conv_bias
+
+    @property
+    def has_projection_bias(self) -> bool:
+        """See StateMixer."""
+        return self.config.mamba_proj_bias
 
     def build_parameters(self) -> None:
         """See StateMixer."""
@@ -63,8 +68,11 @@ class MambaMixer(StateMixer):
         self.A_log = self.declare(heads, log_uniform_decay)
         self.D = self.declare(heads, ones)
         splits = tensor_parallel_split(0, self.groups.tp)
-        weight = declare_parameter((inner,), kind="norm", init=ones, dtype=self.parameter_dtype, splits=splits)
-        self.norm = GroupNorm(weight, self.config.mamba_num_groups // self.groups.tp.size())
+        self.norm: GroupNorm | None = None
+        if self.config.mamba_gate_norm != "none":
+            weight = declare_parameter((inner,), kind="norm", init=ones, dtype=self.parameter_dtype, splits=splits)
+            groups = self.config.mamba_num_groups // self.groups.tp.size()
+            self.norm = GroupNorm(weight, groups, self.config.mamba_norm_epsilon)
 
     @property
     def state_shape(self) -> tuple[int, tuple[int, int]]:
@@ -81,14 +89,21 @@ class MambaMixer(StateMixer):
 
     def _find_steps(self, dt: Tensor) -> tuple[Tensor, Tensor]:
         steps = F.softplus(at_least_float32(dt) + self.dt_bias)  # [s, b, heads]
+        if self.config.mamba_dt_min > 0 or self.config.mamba_dt_max is not None:
+            steps = steps.clamp(self.config.mamba_dt_min, self.config.mamba_dt_max)
         return -at_least_float32(self.A_log).exp() * steps, steps
 
     def finish(self, output: Tensor, section: dict[str, Tensor]) -> Tensor:
         """See StateMixer."""
-        (result,) = compute_by_tokens(self._gate, (output, section["x"], section["z"]), (self.D, self.norm.weight))
+        parameters = (self.D,) if self.norm is None else (self.D, self.norm.weight)
+        (result,) = compute_by_tokens(self._gate, (output, section["x"], section["z"]), parameters)
         return result  # type: ignore[no-any-return]
 
     def _gate(self, output: Tensor, x: Tensor, z: Tensor) -> tuple[Tensor]:
         skipped = at_least_float32(self.D)[:, None] * x.unflatten(-1, output.shape[2:])
         summed = (at_least_float32(output) + skipped).flatten(-2)
-        return (self.norm(summed * F.silu(at_least_float32(z))).to(output.dtype),)
+        gate = F.silu(at_least_float32(z))
+        if self.norm is None:
+            return ((summed * gate).to(output.dtype),)
+        is_ungated = self.config.mamba_gate_norm == "ungated"
+        return ((self.norm(summed) * gate if is_ungated else self.norm(summed * gate)).to(output.dtype),)

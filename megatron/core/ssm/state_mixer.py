@@ -87,7 +87,7 @@ class StateMixer(MegatronModule):
             sum(self.sections.values()),
             config=config,
             init_method=input_initialiser(config),
-            bias=False,
+            bias=self.has_projection_bias,
             parts=parts,
             tp_group=self.groups.tp,
         )
@@ -101,7 +101,7 @@ class StateMixer(MegatronModule):
             config.hidden_size,
             config=config,
             init_method=output_initialiser(config),
-            bias=False,
+            bias=self.has_projection_bias,
             skip_bias_add=True,
             tp_group=self.groups.tp,
         )
@@ -115,6 +115,11 @@ class StateMixer(MegatronModule):
     @abstractmethod
     def convolution_form(self) -> tuple[int, bool]:
         """Tokens that the convolution reads, and whether it has a bias."""
+
+    @property
+    def has_projection_bias(self) -> bool:
+        """Whether the two projections have biases."""
+        return False
 
     @abstractmethod
     def build_parameters(self) -> None:

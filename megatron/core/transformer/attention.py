@@ -143,7 +143,7 @@ class Attention(MegatronModule):
             config.hidden_size,
             config=config,
             init_method=output_initialiser(config),
-            bias=config.add_bias_linear,
+            bias=config.add_bias_linear or config.add_attention_output_bias,
             skip_bias_add=True,
             tp_group=self.groups.tp,
         )

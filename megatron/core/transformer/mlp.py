@@ -112,7 +112,7 @@ class MLP(MegatronModule):
             2 * width if gated else width,
             config=config,
             init_method=input_initialiser(config),
-            bias=config.add_bias_linear,
+            bias=config.add_bias_linear or config.add_mlp_bias,
             skip_bias_add=True,  # added by the activation
             parts=list_gate_and_up(width, interleave_size, groups.tp.size()) if gated else None,
             tp_group=groups.tp,
@@ -123,7 +123,7 @@ class MLP(MegatronModule):
             config.hidden_size,
             config=config,
             init_method=output_initialiser(config),
-            bias=config.add_bias_linear,
+            bias=config.add_bias_linear or config.add_mlp_bias,
             skip_bias_add=True,  # added with dropout and residual
             tp_group=groups.tp,
         )

@@ -9,7 +9,6 @@ the entries mean. Sources: the configuration classes of transformers, and the fi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from megatron.core.errors import ConfigError
 from megatron.training.recipes.family import Family, Row, Setting
@@ -34,7 +33,6 @@ from megatron.training.recipes.family_rows import (
     GPT2_ROWS,
     GPT_NEOX_ROWS,
     GPT_OSS_EXPERTS,
-    LATENT_ROWS,
     LLAMA4_ROWS,
     LLAMA_ROWS,
     MIXTRAL_EXPERTS,
@@ -53,163 +51,41 @@ from megatron.training.recipes.family_rows import (
     rename_rows,
     without_rows,
 )
-
-# ---- settings
-
-
-def _build_sizes(**renamed: str) -> tuple[Setting, ...]:
-    flags = {
-        "num_hidden_layers": "--num-layers",
-        "hidden_size": "--hidden-size",
-        "intermediate_size": "--ffn-hidden-size",
-        "num_attention_heads": "--num-attention-heads",
-        "max_position_embeddings": "--max-position-embeddings",
-    }
-    return tuple(Setting(renamed.get(theirs, theirs), flag) for theirs, flag in flags.items())
-
-
-SIZES = (*_build_sizes(), Setting("num_key_value_heads", "--num-query-groups", "query groups"))
-GPT2_SIZES = _build_sizes(
-    num_hidden_layers="n_layer", hidden_size="n_embd", intermediate_size="n_inner", num_attention_heads="n_head",
-    max_position_embeddings="n_positions",
-)  # fmt: skip
-
-# Models whose heads together are not as wide as the hidden size say so here.
-HEAD_WIDTH = Setting("head_dim", "--kv-channels")
-UNTIED = Setting("tie_word_embeddings", "--untie-embeddings-and-output-weights", "inverted switch", default=True)
-NORM_EPSILON = Setting("rms_norm_eps", "--norm-epsilon", default=1e-5)
-ROTARY_BASE = Setting("rope_parameters.rope_theta|rope_theta", "--rotary-base", default=10000)
-ROTARY_SHARE = Setting("rope_parameters.partial_rotary_factor|partial_rotary_factor", "--rotary-percent", default=1.0)
-USUAL = (UNTIED, NORM_EPSILON, ROTARY_BASE)
-# The same two settings, as these families call them.
-GPT2_EPSILON = Setting("layer_norm_epsilon", "--norm-epsilon", default=1e-5)
-NEMOTRON_EPSILON = Setting("norm_eps", "--norm-epsilon", default=1e-5)
-GPT_NEOX_USUAL = (
-    UNTIED,
-    Setting("layer_norm_eps", "--norm-epsilon", default=1e-5),
-    Setting("rope_parameters.rope_theta|rotary_emb_base", "--rotary-base", default=10000),
-    Setting("rope_parameters.partial_rotary_factor|rotary_pct", "--rotary-percent", default=1.0),
-)
-# A window counts the token itself in their files; Setting's form "window" says how ours does.
-WINDOW = Setting("sliding_window", "--window-size", "window")
-WINDOW_LAYERS = Setting("layer_types", "--window-attn-skip-freq", "window layers")
-# Qwen's files hold a window also where it is switched off.
-QWEN_WINDOWS = (
-    Setting("sliding_window", "--window-size", "window", only_if="use_sliding_window"),
-    Setting("layer_types", "--window-attn-skip-freq", "window layers", only_if="use_sliding_window"),
-)
-# Gemma multiplies embeddings by the root of the hidden size, and scales scores by a size of their own.
-EMBEDDING_MULTIPLIER = Setting("hidden_size", "--embedding-multiplier", "root")
-SCORE_SCALE = Setting("query_pre_attn_scalar", "--softmax-scale", "inverse root", needed=True)
-SOFT_CAPS = (
-    Setting("attn_logit_softcapping", "--attn-logit-softcapping"),
-    Setting("final_logit_softcapping", "--final-logit-softcapping"),
-)
-TOP_K = Setting("num_experts_per_tok", "--moe-router-topk", needed=True)
-EXPERT_WIDTH = Setting("moe_intermediate_size", "--moe-ffn-hidden-size")
-UNNORMALISED = Setting("norm_topk_prob", "--moe-router-pre-softmax", "inverted switch", default=True)
-
-# Latent attention has keys and values of all heads; their files count these once more.
-LATENT_SIZES = (*_build_sizes(), Setting("num_key_value_heads", "--num-attention-heads"))
-LATENT = (
-    Setting("q_lora_rank", "--q-lora-rank"),
-    Setting("kv_lora_rank", "--kv-lora-rank"),
-    Setting("qk_nope_head_dim", "--qk-head-dim"),
-    Setting("qk_rope_head_dim", "--qk-pos-emb-head-dim"),
-    Setting("v_head_dim", "--v-head-dim"),
-)
-DEEPSEEK_EXPERTS = (
-    Setting("n_routed_experts", "--num-experts"),
-    TOP_K,
+from megatron.training.recipes.family_settings import (
+    DEEPSEEK_EXPERTS,
+    EXPERT_GROUPS,
     EXPERT_WIDTH,
-    Setting("n_shared_experts*moe_intermediate_size", "--moe-shared-expert-intermediate-size"),
-    Setting("first_k_dense_replace", "--moe-layer-freq", "dense layers first", default=0),
-    Setting("routed_scaling_factor", "--moe-router-topk-scaling-factor", default=1.0),
-)
-EXPERT_GROUPS = (
-    Setting("n_group", "--moe-router-num-groups", "groups", default=1),
-    Setting("topk_group", "--moe-router-group-topk", "groups", default=1),
-)
-TWO_BEST = Setting("topk_group", "--moe-router-group-score", "two best")
-FURTHER_TOKENS = Setting("num_nextn_predict_layers", "--mtp-num-layers", default=0)
-LLAMA4_SIZES = (
-    *_build_sizes(intermediate_size="intermediate_size_mlp"),
-    Setting("num_key_value_heads", "--num-query-groups", "query groups"),
-)
-LLAMA4_ATTENTION = (
-    Setting("no_rope_layers", "--no-rope-freq", "layers without positions"),
-    Setting("attention_chunk_size", "--attention-chunk-size"),
-    Setting("layer_types", "--window-attn-skip-freq", "window layers"),
-    Setting("attn_scale", "--attn-temperature-scale", only_if="attn_temperature_tuning"),
-    Setting("floor_scale", "--attn-temperature-floor", default=8192),
-    Setting("use_qk_norm", "--qk-l2-norm", "switch", default=False),
-    Setting("use_qk_norm", "--qk-l2-norm-layers", "switch", default=False, word="rotary"),
-)
-# One width for routed experts and the shared one.
-LLAMA4_EXPERTS = (
-    Setting("num_local_experts", "--num-experts"),
+    FURTHER_TOKENS,
+    GPT2_EPSILON,
+    GPT2_SIZES,
+    GPT_NEOX_USUAL,
+    HALF_ROTATED,
+    HEAD_WIDTH,
+    LLAMA4_ATTENTION,
+    LLAMA4_EXPERTS,
+    LLAMA4_SIZES,
+    LLAMA_FLAGS,
+    NEMOTRON_EPSILON,
+    QWEN_WINDOWS,
+    ROTARY_BASE,
+    ROTARY_SHARE,
+    ROUTED,
+    SCORE_SCALE,
+    SIZES,
+    SOFT_CAPS,
     TOP_K,
-    Setting("intermediate_size", "--moe-ffn-hidden-size"),
-    Setting("intermediate_size", "--moe-shared-expert-intermediate-size"),
-    Setting("moe_layers", "--moe-layer-freq", "layers with experts"),
+    TWO_BEST,
+    UNNORMALISED,
+    UNTIED,
+    USUAL,
+    WINDOW,
+    WINDOW_LAYERS,
+    build_deepseek,
+    build_gemma,
+    build_llama,
+    build_sizes,
 )
-
-
-# ---- the families
-
-LLAMA_FLAGS = "--normalization RMSNorm --swiglu --disable-bias-linear"
-GEMMA_FLAGS = "--normalization RMSNorm --apply-layernorm-1p --geglu --openai-gelu --disable-bias-linear"
-# Other names of fields, which the classes of transformers take for these.
-ROUTED = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
-HALF_ROTATED = {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-
-
-def _gemma(name: str, model_type: str, model_class: str, **parts: Any) -> Family:
-    return Family(
-        name=name,
-        model_type=model_type,
-        model_class=model_class,
-        flags=f"{GEMMA_FLAGS}{parts.pop('flags', '')}",
-        sizes=SIZES,
-        settings=(UNTIED, NORM_EPSILON, HEAD_WIDTH, EMBEDDING_MULTIPLIER, *parts.pop("settings", ())),
-        rows=tuple({**LLAMA_ROWS, **parts.pop("rows", {})}.values()),
-        defaults=DEFAULTS[model_type],
-        **parts,
-    )
-
-
-def _llama(name: str, model_type: str, model_class: str, **parts: Any) -> Family:
-    """What differs from Llama; Mistral, Qwen and many others start from it."""
-    return Family(
-        name=name,
-        model_type=model_type,
-        model_class=model_class,
-        flags=f"{LLAMA_FLAGS}{parts.pop('flags', '')}",
-        sizes=SIZES,
-        settings=(*USUAL, *parts.pop("settings", ())),
-        rows=tuple({**LLAMA_ROWS, **parts.pop("rows", {})}.values()),
-        defaults=DEFAULTS[model_type],
-        **parts,
-    )
-
-
-def _deepseek(name: str, model_type: str, model_class: str, flags: str, **parts: Any) -> Family:
-    """Latent attention, and experts behind a few dense layers."""
-    return Family(
-        name=name,
-        model_type=model_type,
-        model_class=model_class,
-        flags=f"--multi-latent-attention --qk-layernorm {LLAMA_FLAGS} {flags}",
-        sizes=LATENT_SIZES,
-        settings=(*USUAL, *LATENT, *DEEPSEEK_EXPERTS, *parts.pop("settings", ())),
-        rows=tuple({**LATENT_ROWS, **SHARED_EXPERTS, **parts.pop("rows", {})}.values()),
-        defaults=DEFAULTS[model_type],
-        # The class makes these two of others.
-        idle=frozenset(("head_dim", "qk_head_dim")),
-        expects={"moe_layer_freq": 1, **parts.pop("expects")},
-        **parts,
-    )
-
+from megatron.training.recipes.hybrid_families import HYBRIDS
 
 FAMILIES: tuple[Family, ...] = (
     Family(
@@ -227,23 +103,23 @@ FAMILIES: tuple[Family, ...] = (
             "num_hidden_layers": "n_layer",
         },
     ),
-    _llama(
+    build_llama(
         "Llama", "llama", "LlamaForCausalLM",
         settings=(HEAD_WIDTH,),
     ),
-    _llama(
+    build_llama(
         "Mistral", "mistral", "MistralForCausalLM",
         settings=(HEAD_WIDTH, WINDOW),
     ),
-    _llama(
+    build_llama(
         "Qwen 2", "qwen2", "Qwen2ForCausalLM",
         flags=" --add-qkv-bias", settings=(HEAD_WIDTH, *QWEN_WINDOWS), rows=QKV_BIAS, complete=complete_qwen,
     ),
-    _llama(
+    build_llama(
         "Qwen 3", "qwen3", "Qwen3ForCausalLM",
         flags=" --qk-layernorm", settings=(HEAD_WIDTH, *QWEN_WINDOWS), rows=QK_NORMS, complete=complete_qwen,
     ),
-    _llama(
+    build_llama(
         "Phi-3", "phi3", "Phi3ForCausalLM",
         settings=(HEAD_WIDTH, ROTARY_SHARE, WINDOW), rows=PHI3_ROWS, complete=complete_phi3,
     ),
@@ -259,18 +135,18 @@ FAMILIES: tuple[Family, ...] = (
         }.values()),
         defaults=DEFAULTS["olmo2"],
     ),
-    _llama(
+    build_llama(
         # Every fourth layer has no positions (Kazemnejad et al., 2023); theirs marks layers with 1 where they have
         # some.
         "SmolLM 3", "smollm3", "SmolLM3ForCausalLM",
         settings=(HEAD_WIDTH, Setting("no_rope_layers", "--no-rope-freq", "layers without positions")),
         rope={"rope_theta": 2000000.0}, complete=complete_smollm3,
     ),
-    _gemma(
+    build_gemma(
         "Gemma 1", "gemma", "GemmaForCausalLM",
         settings=(ROTARY_BASE,), complete=complete_gemma,
     ),
-    _gemma(
+    build_gemma(
         "Gemma 2", "gemma2", "Gemma2ForCausalLM",
         flags=" --norm-placement both",
         settings=(
@@ -279,7 +155,7 @@ FAMILIES: tuple[Family, ...] = (
         rows=SANDWICH_NORMS,
         complete=complete_alternating,
     ),
-    _gemma(
+    build_gemma(
         "Gemma 3", "gemma3_text", "Gemma3ForCausalLM",
         flags=" --norm-placement both --qk-layernorm",
         settings=(
@@ -308,7 +184,7 @@ FAMILIES: tuple[Family, ...] = (
         model_type="gpt_neox",
         model_class="GPTNeoXForCausalLM",
         flags="",
-        sizes=_build_sizes(),
+        sizes=build_sizes(),
         settings=(*GPT_NEOX_USUAL, Setting("use_parallel_residual", "--parallel-residual", "switch", default=False)),
         rows=tuple(GPT_NEOX_ROWS.values()),
         defaults=DEFAULTS["gpt_neox"],
@@ -334,12 +210,12 @@ FAMILIES: tuple[Family, ...] = (
         other_names={"num_experts": "num_local_experts"},
         complete=complete_gpt_oss,
     ),
-    _llama(
+    build_llama(
         "Mixtral", "mixtral", "MixtralForCausalLM",
         settings=(HEAD_WIDTH, WINDOW, Setting("num_local_experts", "--num-experts"), TOP_K),
         rows=MIXTRAL_EXPERTS, rope={"rope_theta": 1000000.0}, other_names={"num_experts": "num_local_experts"},
     ),
-    _llama(
+    build_llama(
         "Qwen 2 MoE", "qwen2_moe", "Qwen2MoeForCausalLM",
         flags=" --add-qkv-bias --moe-shared-expert-gate",
         settings=(
@@ -353,7 +229,7 @@ FAMILIES: tuple[Family, ...] = (
         },
         complete=complete_qwen2_moe,
     ),
-    _llama(
+    build_llama(
         "Qwen 3 MoE", "qwen3_moe", "Qwen3MoeForCausalLM",
         flags=" --qk-layernorm",
         settings=(
@@ -363,7 +239,7 @@ FAMILIES: tuple[Family, ...] = (
         rows={**QK_NORMS, **EXPERTS},
         other_names={"num_local_experts": "num_experts"}, complete=complete_qwen3_moe,
     ),
-    _llama(
+    build_llama(
         "OLMoE", "olmoe", "OlmoeForCausalLM",
         flags=" --qk-layernorm --qk-norm-scope all",
         # The width of an expert is called like that of a dense MLP.
@@ -371,20 +247,20 @@ FAMILIES: tuple[Family, ...] = (
         rows={**QK_NORMS, **EXPERTS},
         other_names={"num_local_experts": "num_experts"}, expects={"sliding_window": None},
     ),
-    _deepseek(
+    build_deepseek(
         "DeepSeek V2", "deepseek_v2", "DeepseekV2ForCausalLM", "--moe-router-pre-softmax",
         settings=(*EXPERT_GROUPS, Setting("topk_method", "--moe-router-group-score", "group score", default="greedy")),
         other_names={"num_experts": "n_routed_experts"}, expects={"scoring_func": "softmax"},
         complete=complete_deepseek_v2,
     ),
-    _deepseek(
+    build_deepseek(
         "DeepSeek V3, Kimi K2", "deepseek_v3", "DeepseekV3ForCausalLM",
         "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
         aliases=("kimi_k2",), settings=(*EXPERT_GROUPS, TWO_BEST, FURTHER_TOKENS),
         rows=EXPERT_BIAS | PREDICTION_ROWS,
         other_names=ROUTED, expects={"topk_method": "noaux_tc", "scoring_func": "sigmoid"}, complete=complete_latent,
     ),
-    _llama(
+    build_llama(
         "GLM 4.5", "glm4_moe", "Glm4MoeForCausalLM",
         flags=" --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
         settings=(
@@ -409,6 +285,7 @@ FAMILIES: tuple[Family, ...] = (
         rope={"rope_theta": 500000.0},
         complete=complete_llama4,
     ),
+    *HYBRIDS,
 )  # fmt: skip
 
 

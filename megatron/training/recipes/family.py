@@ -34,24 +34,50 @@ class Row:
                 group of query heads after the other: [groups * (queries of the group, key, value) * width, h]
     interleaved one tensor, whose rows are by turns the gate's and the other half's of a gated MLP
     gated_qkv   the same as qkv, each of their query heads being followed by the gate of its output
+    sections    theirs one below the other, each being one or more neighbouring sections of a state mixer's projection
+    grouped_sections    the same, their rows being grouped by key head: each head's part of every section of the tensor
+    by_head     one number for each head: theirs is [1, 1, heads, 1]
     """
 
     ours: str
-    """Name in the whole model; {layer} stands for its number, from 0. Layers of multi-token prediction (`mtp.layers`)
-    are numbered after those of the decoder in their files, and found by the decoder's rows as far as they are alike."""
+    """Name in the whole model; {layer} stands for its number, from 0, and {pair} in their names for half of it, where
+    two letters of a hybrid are one layer of theirs. Layers of multi-token prediction (`mtp.layers`) are numbered after
+    those of the decoder in their files, and found by the decoder's rows as far as they are alike."""
     theirs: tuple[str, ...]
     """Names in their files; {expert}, from 0, where every expert has tensors of its own. Ours are [experts, ...], as
     are theirs without {expert}."""
-    form: Literal["whole", "stacked", "interleaved", "qkv", "gated_qkv"] = "whole"
+    form: Literal[
+        "whole", "stacked", "interleaved", "qkv", "gated_qkv", "sections", "grouped_sections", "by_head"
+    ] = "whole"  # fmt: skip
     transposed: bool = False
     """Their matrices are [inputs, outputs]; ours, as those of torch.nn.Linear, [outputs, inputs]."""
     copies: tuple[str, ...] = ()
     """Names of tensors with the same values that each layer of multi-token prediction has in their files."""
 
+    sections: tuple[tuple[str, ...], ...] = ()
+    """Of each of theirs, the names of its sections, in the order of ours (core/plan/state_kinds.py)."""
+    kind: str = ""
+    """Of those sections: the name of a kind of branches."""
+
+
+@dataclass(frozen=True)
+class LayerLetters:
+    """Where a config.json says of what kind each layer of a hybrid is, and the letters of --hybrid-layer-pattern."""
+
+    mixers: Mapping[str, str]
+    """A word for a kind of layers -> its letter."""
+    field: str = "layer_types"
+    """Field with a word for each layer, or with the indices of those that are of the last kind; "": all layers are of
+    the only kind."""
+    mlps: str = ""
+    """Each layer also has an MLP: `dense`, or `experts` where the model has some; or the field that says it, with the
+    words dense and sparse for each layer, or with the indices of layers with a dense one. "": none has."""
+
 
 SettingForm = Literal[
     "number", "switch", "inverted switch", "query groups", "window", "window layers", "layers without positions",
     "dense layers first", "layers with experts", "groups", "group score", "two best", "factors", "root", "inverse root",
+    "inverse", "bounds", "expansion",
 ]  # fmt: skip
 
 
@@ -77,6 +103,9 @@ class Setting:
     two best                  a group counts by its two best, of so many groups
     factors                   a number for each pair of channels
     root, inverse root        of the value
+    inverse                   1 / value
+    bounds                    smallest and largest step of a state; `word` is the flag of the largest
+    expansion                 of the hidden size to the channels of all Mamba-2 heads, which other fields say
     """
 
     theirs: str
@@ -89,6 +118,8 @@ class Setting:
     """A field that must be true for this one to count."""
     word: str | None = None
     """Of a switch whose flag is no switch: the flag's value."""
+    with_experts: bool = False
+    """It counts in models with experts."""
     needed: bool = False
     """No model has null here; nor where the flag's absence means another value."""
 
@@ -111,6 +142,12 @@ class Family:
     rows: tuple[Row, ...]
     is_rotary: bool = True
     """Tokens know their position by rotation; `rope_parameters` says how."""
+    rotary_field: str = ""
+    """A field that is `rope` where they do so, and null where nothing says positions."""
+    letters: LayerLetters | None = None
+    """Of a hybrid, whose layers are of several kinds or have no MLP."""
+    left_out: tuple[str, ...] = ()
+    """Beginnings of the names of tensors in published files that neither the class nor this program reads."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the class in transformers, each with what a config.json means that leaves it out."""
     idle: frozenset[str] = frozenset()

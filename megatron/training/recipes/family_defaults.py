@@ -16,7 +16,7 @@ from megatron.core.errors import ConfigError
 Fields = dict[str, Any]
 
 
-def _size(layers: int, hidden: int, ffn: int, heads: int, groups: int | None, length: int) -> Fields:
+def size(layers: int, hidden: int, ffn: int, heads: int, groups: int | None, length: int) -> Fields:
     return {
         "num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": ffn, "num_attention_heads": heads,
         "num_key_value_heads": groups, "max_position_embeddings": length, "hidden_act": "silu",
@@ -24,7 +24,7 @@ def _size(layers: int, hidden: int, ffn: int, heads: int, groups: int | None, le
     }  # fmt: skip
 
 
-def _without(fields: Fields, *names: str) -> Fields:
+def without(fields: Fields, *names: str) -> Fields:
     return {name: value for name, value in fields.items() if name not in names}
 
 
@@ -46,90 +46,90 @@ DEFAULTS: Mapping[str, Fields] = {
         "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False, "tie_word_embeddings": True,
     },
-    "llama": _size(32, 4096, 11008, 32, None, 2048) | _BIASES | {"head_dim": None},
-    "mistral": _size(32, 4096, 14336, 32, 8, 131072) | {"head_dim": None, "sliding_window": 4096},
-    "qwen2": _size(32, 4096, 22016, 32, 32, 32768) | _WINDOWS | {"max_window_layers": 28, "layer_types": None},
-    "qwen3": _size(32, 4096, 22016, 32, 32, 32768)
+    "llama": size(32, 4096, 11008, 32, None, 2048) | _BIASES | {"head_dim": None},
+    "mistral": size(32, 4096, 14336, 32, 8, 131072) | {"head_dim": None, "sliding_window": 4096},
+    "qwen2": size(32, 4096, 22016, 32, 32, 32768) | _WINDOWS | {"max_window_layers": 28, "layer_types": None},
+    "qwen3": size(32, 4096, 22016, 32, 32, 32768)
     | _WINDOWS
     | {"max_window_layers": 28, "layer_types": None, "head_dim": 128, "attention_bias": False},
-    "phi3": _size(32, 3072, 8192, 32, None, 4096)
+    "phi3": size(32, 3072, 8192, 32, None, 4096)
     | {"rms_norm_eps": 1e-5, "sliding_window": None, "original_max_position_embeddings": 4096},
-    "olmo2": _size(32, 4096, 11008, 32, None, 2048) | {"rms_norm_eps": 1e-5, "attention_bias": False},
-    "smollm3": _size(36, 2048, 11008, 16, 4, 32768)
+    "olmo2": size(32, 4096, 11008, 32, None, 2048) | {"rms_norm_eps": 1e-5, "attention_bias": False},
+    "smollm3": size(36, 2048, 11008, 16, 4, 32768)
     | _BIASES
     | {
         "tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": None, "no_rope_layers": None,
         "no_rope_layer_interval": 4, "layer_types": None,
     },
-    "gemma": _size(28, 3072, 24576, 16, 16, 8192)
+    "gemma": size(28, 3072, 24576, 16, 16, 8192)
     | {
         "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "attention_bias": False,
         "use_bidirectional_attention": None,
     },
-    "gemma2": _without(_size(26, 2304, 9216, 8, 4, 8192), "hidden_act")
+    "gemma2": without(size(26, 2304, 9216, 8, 4, 8192), "hidden_act")
     | _GEMMA
     | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0, "use_bidirectional_attention": None},
-    "gemma3_text": _without(_size(26, 2304, 9216, 8, 4, 131072), "hidden_act")
+    "gemma3_text": without(size(26, 2304, 9216, 8, 4, 131072), "hidden_act")
     | _GEMMA
     | {"final_logit_softcapping": None, "attn_logit_softcapping": None, "use_bidirectional_attention": False},
-    "nemotron": _without(_size(32, 6144, 24576, 48, None, 4096), "rms_norm_eps")
+    "nemotron": without(size(32, 6144, 24576, 48, None, 4096), "rms_norm_eps")
     | _BIASES
     | {"hidden_act": "relu2", "norm_eps": 1e-5, "head_dim": None},
-    "gpt_neox": _without(_size(44, 6144, 24576, 64, None, 2048), "rms_norm_eps", "num_key_value_heads")
+    "gpt_neox": without(size(44, 6144, 24576, 64, None, 2048), "rms_norm_eps", "num_key_value_heads")
     | {
         "hidden_act": "gelu", "layer_norm_eps": 1e-5, "use_parallel_residual": True, "attention_bias": True,
         "is_decoder": False,
     },
-    "gpt_oss": _size(36, 2880, 2880, 64, 8, 131072)
+    "gpt_oss": size(36, 2880, 2880, 64, 8, 131072)
     | {
         "rms_norm_eps": 1e-5, "num_local_experts": 128, "head_dim": 64, "sliding_window": 128,
         "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "layer_types": None,
         "attention_bias": True,
     },
-    "mixtral": _size(32, 4096, 14336, 32, 8, 131072)
+    "mixtral": size(32, 4096, 14336, 32, 8, 131072)
     | {
         "rms_norm_eps": 1e-5, "head_dim": None, "sliding_window": None, "num_experts_per_tok": 2,
         "num_local_experts": 8,
     },
-    "qwen2_moe": _size(24, 2048, 5632, 16, 16, 32768)
+    "qwen2_moe": size(24, 2048, 5632, 16, 16, 32768)
     | _WINDOWS
     | _QWEN_EXPERTS
     | {
         "max_window_layers": 28, "layer_types": None, "moe_intermediate_size": 1408,
         "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4, "num_experts": 60, "qkv_bias": True,
     },
-    "qwen3_moe": _size(24, 2048, 6144, 32, 4, 32768)
+    "qwen3_moe": size(24, 2048, 6144, 32, 4, 32768)
     | _WINDOWS
     | _QWEN_EXPERTS
     | {
         "moe_intermediate_size": 768, "num_experts_per_tok": 8, "num_experts": 128, "attention_bias": False,
     },
-    "olmoe": _size(16, 2048, 2048, 16, None, 4096)
+    "olmoe": size(16, 2048, 2048, 16, None, 4096)
     | {
         "rms_norm_eps": 1e-5, "attention_bias": False, "clip_qkv": None, "num_experts_per_tok": 8,
         "num_experts": 64, "norm_topk_prob": False,
     },
-    "deepseek_v2": _size(32, 4096, 11008, 32, None, 2048)
+    "deepseek_v2": size(32, 4096, 11008, 32, None, 2048)
     | _LATENT
     | {
         "mlp_bias": False, "first_k_dense_replace": 0, "n_group": None, "n_routed_experts": 64, "n_shared_experts": 2,
         "routed_scaling_factor": 1.0, "topk_group": None, "topk_method": "greedy", "norm_topk_prob": False,
         "num_experts_per_tok": None, "moe_intermediate_size": 1407,
     },
-    "deepseek_v3": _size(61, 7168, 18432, 128, 128, 4096)
+    "deepseek_v3": size(61, 7168, 18432, 128, 128, 4096)
     | _LATENT
     | {
         "moe_intermediate_size": 2048, "n_shared_experts": 1, "n_routed_experts": 256, "routed_scaling_factor": 2.5,
         "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "first_k_dense_replace": 3, "norm_topk_prob": True,
         "rope_interleave": True, "num_nextn_predict_layers": 0,
     },
-    "glm4_moe": _size(46, 4096, 10944, 96, 8, 131072)
+    "glm4_moe": size(46, 4096, 10944, 96, 8, 131072)
     | {
         "rms_norm_eps": 1e-5, "attention_bias": False, "moe_intermediate_size": 1408, "num_experts_per_tok": 8,
         "n_shared_experts": 1, "n_routed_experts": 128, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
         "first_k_dense_replace": 1, "norm_topk_prob": True, "use_qk_norm": False, "num_nextn_predict_layers": 0,
     },
-    "llama4_text": _size(48, 5120, 8192, 40, 8, 131072)
+    "llama4_text": size(48, 5120, 8192, 40, 8, 131072)
     | {
         "rms_norm_eps": 1e-5, "intermediate_size_mlp": 16384, "head_dim": 128, "num_experts_per_tok": 1,
         "num_local_experts": 16, "moe_layers": None, "interleave_moe_layer_step": 1, "use_qk_norm": True,
@@ -148,7 +148,7 @@ def _fill_layers(fields: Fields, is_local: Mapping[int, bool], local: str = "sli
         fields["layer_types"] = [local if is_local[layer] else "full_attention" for layer in is_local]
 
 
-def _list_layers(fields: Fields) -> range:
+def list_layers(fields: Fields) -> range:
     return range(1, fields["num_hidden_layers"] + 1)
 
 
@@ -156,7 +156,7 @@ def complete_qwen(fields: Fields) -> Fields:
     """The first layers see everything; a window that is switched off is none."""
     first, window = fields.pop("max_window_layers"), fields["sliding_window"]
     is_on = bool(fields["use_sliding_window"]) and window is not None
-    _fill_layers(fields, {layer: is_on and layer > first for layer in _list_layers(fields)})
+    _fill_layers(fields, {layer: is_on and layer > first for layer in list_layers(fields)})
     _refuse_windows_that_are_off(fields, is_on)
     return fields
 
@@ -164,7 +164,7 @@ def complete_qwen(fields: Fields) -> Fields:
 def complete_qwen2_moe(fields: Fields) -> Fields:
     """Every other layer of the first ones has the window."""
     first, is_on = fields.pop("max_window_layers"), bool(fields["use_sliding_window"])
-    _fill_layers(fields, {layer: is_on and layer % 2 == 1 and layer <= first for layer in _list_layers(fields)})
+    _fill_layers(fields, {layer: is_on and layer % 2 == 1 and layer <= first for layer in list_layers(fields)})
     _refuse_windows_that_are_off(fields, is_on)
     return fields
 
@@ -199,7 +199,7 @@ def complete_smollm3(fields: Fields) -> Fields:
     """Every so many layers have no positions; they may have a window, which no model does that is known here."""
     every = fields.pop("no_rope_layer_interval")
     if fields["no_rope_layers"] is None:
-        fields["no_rope_layers"] = [int(layer % every != 0) for layer in _list_layers(fields)]
+        fields["no_rope_layers"] = [int(layer % every != 0) for layer in list_layers(fields)]
     if not fields["use_sliding_window"]:
         fields["sliding_window"] = None
     if set(fields["layer_types"] or ()) <= {"full_attention"}:
@@ -214,14 +214,14 @@ def complete_gemma(fields: Fields) -> Fields:
 
 def complete_alternating(fields: Fields) -> Fields:
     """Every other layer has the window, from the first on."""
-    _fill_layers(fields, {layer: layer % 2 == 1 for layer in _list_layers(fields)})
+    _fill_layers(fields, {layer: layer % 2 == 1 for layer in list_layers(fields)})
     return fields
 
 
 def complete_gemma3(fields: Fields) -> Fields:
     """Every so many layers see everything."""
     every = fields.pop("sliding_window_pattern", None) or 6
-    _fill_layers(fields, {layer: layer % every != 0 for layer in _list_layers(fields)})
+    _fill_layers(fields, {layer: layer % every != 0 for layer in list_layers(fields)})
     return fields
 
 
@@ -267,7 +267,7 @@ def complete_deepseek_v2(fields: Fields) -> Fields:
 def complete_llama4(fields: Fields) -> Fields:
     """Fill in which layers have positions, chunks and experts, where a config.json gives only how often they come."""
     every, step = fields.pop("no_rope_layer_interval"), fields.pop("interleave_moe_layer_step")
-    layers = _list_layers(fields)
+    layers = list_layers(fields)
     rotated = fields["no_rope_layers"] or [int(layer % every != 0) for layer in layers]
     _fill_layers(fields, {layer: bool(each) for layer, each in enumerate(rotated)}, "chunked_attention")
     if fields["moe_layers"] is None:

@@ -15,8 +15,12 @@ from typing import Any
 
 from megatron.core.errors import ConfigError
 from megatron.training.recipes.family import GROUP_LIMITED, ROPE_TYPES, Family, Setting
+from megatron.training.recipes.family_letters import build_pattern, list_layer_fields
 
 ROPE = "rope_parameters"
+ENDLESS = {"__float__": "Infinity"}
+MAMBA_HEADS = ("mamba_n_heads|mamba_num_heads|num_heads", "mamba_d_head|mamba_head_dim|head_dim")
+"""Fields with the number of Mamba-2 heads and the channels of one."""
 FULL = "full_attention"
 IDLE = frozenset(
     """model_type architectures auto_map transformers_version torch_dtype dtype _name_or_path is_encoder_decoder
@@ -50,13 +54,36 @@ def build_flags(family: Family, config: Mapping[str, Any], *, with_sizes: bool =
     _check(family, config, {name: family.defaults[name] for name in list_pinned(family)})
     # A flag, with its value if one follows.
     flags = re.findall(r"--\S+(?: [^-\s]\S*)?", family.flags)
-    if family.is_rotary:
+    if is_rotary(family, config):
         flags = [*_build_rope_flags(family, config), *flags]
+    elif family.is_rotary:
+        flags = ["--position-embedding-type none", *flags]
     settings = (*(family.sizes if with_sizes else ()), *family.settings)
+    if family.letters is not None:
+        # The number of layers follows from their letters.
+        settings = tuple(setting for setting in settings if setting.flag != "--num-layers")
+        pattern = build_pattern(family.letters, config, has_experts=uses_experts(config))
+        # What begins like a flag is none behind an equals sign.
+        flags += [f"--hybrid-layer-pattern{'=' if pattern.startswith('-') else ' '}{pattern}"] if with_sizes else []
     # Two fields may say the same.
     return list(
         dict.fromkeys([*flags, *(flag for setting in settings for flag in _build_flag(family, config, setting))])
     )
+
+
+def is_rotary(family: Family, config: Mapping[str, Any]) -> bool:
+    """Whether positions are rotations in the model of a completed config.json. Raises ConfigError for other words."""
+    if not family.is_rotary or not family.rotary_field:
+        return family.is_rotary
+    word = config[family.rotary_field]
+    if word not in ("rope", None):
+        raise _refuse(family, family.rotary_field, word, "only 'rope' and null are known")
+    return word == "rope"
+
+
+def uses_experts(config: Mapping[str, Any]) -> bool:
+    """Whether the model of a completed config.json has experts."""
+    return any(config.get(name) for name in _COUNTS)
 
 
 def list_pinned(family: Family) -> list[str]:
@@ -79,7 +106,10 @@ _ROPE_NAMES = {f"{ROPE}.{name}" for name in _ROPE_FIELDS}
 
 def _list_read(family: Family) -> set[str]:
     settings = (*family.sizes, *family.settings)
-    return {name for setting in settings for name in (*_list_fields(setting), setting.only_if) if name is not None}
+    of_layers = [] if family.letters is None else list_layer_fields(family.letters)
+    of_layers = [*of_layers, *([family.rotary_field] if family.rotary_field else [])]
+    of_settings = [name for setting in settings for name in (*_list_fields(setting), setting.only_if)]
+    return {name for name in (*of_settings, *of_layers) if name is not None}
 
 
 def _list_fields(setting: Setting) -> list[str]:
@@ -116,9 +146,16 @@ _SWITCH = (lambda value: isinstance(value, bool | int), "true or false")
 _WORD = (lambda value: isinstance(value, str), "a word")
 _WORDS = (_is_list(_WORD[0]), "a list of words")
 _NUMBERS = (_is_list(_is_number), "a list of numbers")
+_LAYERS = (lambda value: _WORDS[0](value) or _is_list(_COUNT[0])(value), "a list of words or of layers' numbers")
+_BOUNDS = (
+    lambda value: isinstance(value, list | tuple) and len(value) == 2 and all(
+        each == math.inf or _is_number(each) for each in value
+    ),
+    "two numbers, the smallest and the largest step",
+)  # fmt: skip
 _BY_FORM: Mapping[str, tuple[_Judge, str]] = {
     "switch": _SWITCH, "inverted switch": _SWITCH, "window layers": _WORDS, "layers without positions": _NUMBERS,
-    "layers with experts": _NUMBERS, "group score": _WORD,
+    "layers with experts": _NUMBERS, "group score": _WORD, "bounds": _BOUNDS,
 }  # fmt: skip
 _BY_TYPE: Mapping[type, tuple[_Judge, str]] = {bool: _SWITCH, int: _NUMBER, float: _NUMBER, str: _WORD}
 # No flags: flags follow from them.
@@ -126,6 +163,7 @@ _BY_NAME: Mapping[str, tuple[_Judge, str]] = {
     "original_max_position_embeddings": _NUMBER, "layer_types": _WORDS,
     **dict.fromkeys(("no_rope_layer_interval", "interleave_moe_layer_step", "sliding_window_pattern"), _STEP),
 }  # fmt: skip
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _COUNTED = ("--num-layers", "--num-experts", "--mtp-num-layers")
 
 
@@ -133,12 +171,16 @@ def _judge(family: Family, config: Mapping[str, Any]) -> None:
     """Raise ConfigError for a field whose value is of another kind than any model's."""
     kinds = {name: _BY_TYPE[type(value)] for name, value in family.defaults.items() if type(value) in _BY_TYPE}
     kinds |= _BY_NAME
+    if family.letters is not None:
+        kinds |= dict.fromkeys(list_layer_fields(family.letters), _LAYERS)
     needed = {name for name, kind in _BY_NAME.items() if kind is _STEP and name in family.defaults}
     for setting in (*family.sizes, *family.settings):
         of_setting = _COUNT if setting.flag in _COUNTED else _BY_FORM.get(setting.form, _NUMBER)
         for name in _list_fields(setting):
             kinds[name] = of_setting
             # null would become the flag's absence, which means another value.
+            if setting.form == "switch" and of_setting is _SWITCH and name in _COUNTS:
+                kinds[name] = _COUNT
             if setting.needed or (
                 (setting in family.sizes or setting.default is not None) and family.defaults.get(name) is not None
             ):
@@ -148,7 +190,8 @@ def _judge(family: Family, config: Mapping[str, Any]) -> None:
     kinds.pop(ROPE, None)
     for name, (judge, expected) in kinds.items():
         value = config.get(name, family.defaults.get(name))
-        if value is None and name not in needed:
+        is_derived = value == "auto" == family.defaults.get(name)
+        if is_derived or (value is None and name not in needed):
             continue
         if not judge(value):
             raise _refuse(family, name, value, f"it must be {expected}")
@@ -195,7 +238,7 @@ def _says_nothing(value: object) -> bool:
 def complete_fields(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     """All fields that the family's class in transformers has for a config.json, by their names there; those of rotary
     positions in `rope_parameters`. Raises ConfigError for a value that no model has, and for two that contradict."""
-    fields = dict(config)
+    fields = {name: _read_endless(value) for name, value in config.items()}
     for other, name in family.other_names.items():
         if other in fields:
             value = fields.pop(other)
@@ -208,6 +251,11 @@ def complete_fields(family: Family, config: Mapping[str, Any]) -> dict[str, Any]
     if family.is_rotary:
         _complete_rope(family, fields)
     return fields
+
+
+def _read_endless(value: Any) -> Any:
+    """Read what transformers writes for infinity in a list: JSON has no word for it."""
+    return [math.inf if each == ENDLESS else each for each in value] if isinstance(value, list) else value
 
 
 def _complete_rope(family: Family, fields: dict[str, Any]) -> None:
@@ -294,6 +342,8 @@ def _build_flag(family: Family, config: Mapping[str, Any], setting: Setting) -> 
     """The flag of one setting; nothing where its absence means the same."""
     if setting.only_if is not None and not _find(family, config, setting.only_if):
         return []
+    if setting.with_experts and not uses_experts(config):
+        return []
     factors = [_find(family, config, name) for name in setting.theirs.split("*")]
     if any(factor is None for factor in factors):
         return []
@@ -340,6 +390,19 @@ def _build_flag(family: Family, config: Mapping[str, Any], setting: Setting) -> 
             return [] if config["num_experts_per_tok"] // value == 2 else [f"{setting.flag} two-best"]
         case "factors":
             return [" ".join([setting.flag, *map(_describe_number, value)])]
+        case "bounds":
+            low, high = value
+            lowest = [f"{setting.flag} {_describe_number(low)}"] if low > 0 else []
+            return lowest + ([] if high == math.inf else [f"{setting.word} {_describe_number(high)}"])
+        case "expansion":
+            heads, width = (_find(family, config, name) for name in MAMBA_HEADS)
+            if value * config["hidden_size"] != heads * width:
+                raise _refuse(family, setting.theirs, value, f"{heads} heads of {width} channels are no such multiple")
+            return []
+        case "inverse":
+            if value == 0:
+                raise _refuse(family, setting.theirs, value, "it must be a number above 0")
+            value = 1 / value
         # The last two forms only change the value; it is written below, like a number.
         case "root":
             value = value**0.5

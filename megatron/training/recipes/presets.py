@@ -317,6 +317,32 @@ def _build_llama4() -> Iterator[Preset]:
         yield Preset(name, "llama4_text", _size(48, 5120, 8192, "40/8", 202048, context) | fields, parameters, "17B")
 
 
+def _build_hybrids() -> Iterator[Preset]:
+    # Qwen team, the release of Qwen3-Next, September 2025. The layer that predicts further tokens is not here.
+    fields: dict[str, Any] = {
+        "head_dim": 256, "rms_norm_eps": 1e-6, "rope_theta": 10000000.0, "num_experts": 512, "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    }  # fmt: skip
+    size = _size(48, 2048, 5120, "16/2", 151936, 256 * K)
+    yield Preset("qwen3-next-80b-a3b", "qwen3_next", size | fields, "80B", "3B")
+    # NVIDIA, arXiv 2504.03624, and the release of Nemotron 3 Nano, December 2025. Trained without a bound of the steps,
+    # as Megatron-LM computes them.
+    mamba = {
+        "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", "head_dim": 128,
+        "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "time_step_min": 0,
+        "mlp_hidden_act": "relu2", "layer_norm_epsilon": 1e-5,
+    }  # fmt: skip
+    yield Preset("nemotron-h-8b", "nemotron_h", _size(52, 4096, 21504, "32/8", 131072, 8 * K) | mamba, "8.1B")
+    experts = {
+        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "mamba_num_heads": 64,
+        "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856,
+        "moe_shared_expert_intermediate_size": 3712, "routed_scaling_factor": 2.5,
+    }  # fmt: skip
+    size = _size(52, 2688, 1856, "32/2", 131072, 256 * K)
+    yield Preset("nemotron3-nano-30b-a3b", "nemotron_h", size | mamba | experts, "31.6B", "3.2B")
+
+
 PRESETS: Mapping[str, Preset] = {
     preset.name: preset
     for build in (
@@ -329,6 +355,7 @@ PRESETS: Mapping[str, Preset] = {
         _build_latent,
         _build_gpt_oss,
         _build_llama4,
+        _build_hybrids,
     )
     for preset in build()
 }

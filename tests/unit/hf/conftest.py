@@ -15,7 +15,7 @@ def hf_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
 
     # Importing it skips the test where there is no transformers.
-    from tests.unit.hf.test_bridge import ODD, TOKENIZER, make
+    from tests.support.family_models import ODD, TOKENIZER, make
 
     directory = tmp_path_factory.mktemp("llama") / "hf"
     hf = make("Llama", **ODD | {"vocab_size": 1009}).to(torch.bfloat16)

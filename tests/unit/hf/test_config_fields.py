@@ -65,6 +65,7 @@ def agree(found: Any, expected: Any) -> bool:
     """Whether two values say the same; of rotary positions, what both have."""
     if isinstance(found, dict):
         return all(agree(value, expected[name]) for name, value in found.items() if name in expected)
+    found, expected = (list(value) if isinstance(value, tuple) else value for value in (found, expected))
     return bool(found == expected) or (not found and not expected)
 
 

@@ -14,7 +14,8 @@ from megatron.core.errors import CheckpointError
 from megatron.hf.auto_bridge import AutoBridge
 from megatron.hf.conversion import export_model, import_model, open_model, open_source
 from megatron.hf.tensor_files import write_tensors
-from tests.unit.hf.test_bridge import assert_same_tensors, forget_origin, make_model, read_all
+from tests.support.family_models import make_model
+from tests.unit.hf.test_bridge import assert_same_tensors, forget_origin, read_all
 
 pytest.importorskip("transformers")
 

@@ -31,16 +31,11 @@ from megatron.training.run import Run
 from megatron.training.verify.parity import open_local_run
 from tests.functional.pretrain_runs import run as run_program
 from tests.functional.pretrain_runs import run_ranks
-from tests.unit.hf.test_bridge import (
-    ODD,
-    TOKENIZER,
-    assert_same_tensors,
-    make,
-    make_model,
-    read_all,
-)
+from tests.support.family_models import ODD, TOKENIZER, make_model
+from tests.unit.hf.test_bridge import assert_same_tensors, read_all
 from tests.unit.hf.test_converted_prediction import save_with_prediction
 from tests.unit.hf.test_refused_conversions import BAD
+from tests.unit.training.recipes.test_model_families import make
 
 transformers = pytest.importorskip("transformers")
 
@@ -307,7 +302,7 @@ def choose_box(shape: Sequence[int], random_numbers: random.Random) -> tuple[tup
     return tuple(box)
 
 
-@pytest.mark.parametrize("name", ["GPT-2, GPT-3", "Phi-3", "Qwen 2", "Qwen 2 MoE"])
+@pytest.mark.parametrize("name", ["GPT-2, GPT-3", "Phi-3", "Qwen 2", "Qwen 2 MoE", "Qwen3-Next", "Qwen 3.5"])
 def test_any_part_of_a_parameter_is_read(name: str, tmp_path: Path) -> None:
     make_model(name).save_pretrained(tmp_path / "hf")
     source = open_source(tmp_path / "hf")

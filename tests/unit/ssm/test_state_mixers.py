@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ HIDDEN = 72
 Weights = dict[str, Tensor]
 
 
-def build(mixer_class: type[StateMixer], tp: int = 1, **widths: int) -> StateMixer:
+def build(mixer_class: type[StateMixer], tp: int = 1, **widths: Any) -> StateMixer:
     """A mixer with large weights, so that nothing is nearly linear."""
     config = TransformerConfig(
         num_layers=2, hidden_size=HIDDEN, num_attention_heads=6, normalization="RMSNorm", layernorm_epsilon=1e-6,
@@ -148,6 +149,62 @@ def test_gradients_equal_differences_in_float64(mixer_class: type[StateMixer], w
     assert torch.autograd.gradcheck(run, (hidden, *mixer.parameters()), atol=1e-6, fast_mode=True)
     apart = [mixer(part)[0] for part in hidden.split([1, 2, 16, 2])]
     torch.testing.assert_close(run(hidden), torch.cat(apart), rtol=0, atol=1e-12)
+
+
+@pytest.mark.flags("--linear-allow-neg-eigval", "--linear-norm-epsilon")
+@pytest.mark.parametrize("allowed", [True, False])
+def test_the_gated_delta_net_of_olmo(allowed: bool) -> None:
+    """It writes with a strength of up to 2, and its norm has an epsilon of its own."""
+    from transformers import OlmoHybridConfig
+    from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridGatedDeltaNet
+
+    sizes = {"linear_num_value_heads": 6, "linear_num_key_heads": 3, "linear_key_head_dim": 8,
+             "linear_value_head_dim": 12}  # fmt: skip
+    config = OlmoHybridConfig(hidden_size=HIDDEN, num_hidden_layers=2, linear_allow_neg_eigval=allowed, **sizes)
+    theirs = OlmoHybridGatedDeltaNet(config, 0)
+    ours = build(GatedDeltaNet, linear_norm_epsilon=1e-5, linear_allow_neg_eigval=allowed, **sizes)
+    weights = dict(theirs.named_parameters())
+    with torch.no_grad():
+        ours.load_state_dict({
+            "in_proj.weight": torch.cat([weights[f"{name}_proj.weight"] for name in "qkvgba"]),
+            "conv1d.weight": weights["conv1d.weight"], "A_log": weights["A_log"], "dt_bias": weights["dt_bias"],
+            "out_norm.weight": weights["o_norm.weight"], "out_proj.weight": weights["o_proj.weight"],
+        })  # fmt: skip
+        hidden = torch.randn(70, 2, HIDDEN, generator=torch.Generator().manual_seed(3))
+        expected = theirs(hidden.transpose(0, 1)).transpose(0, 1)
+        found = ours(hidden)[0]
+        torch.testing.assert_close(found, expected, rtol=0, atol=5e-5 * expected.abs().max().item())
+        for option in ({"linear_norm_epsilon": 1e-3}, {"linear_allow_neg_eigval": not allowed}):
+            other = build(
+                GatedDeltaNet, **sizes, **{"linear_norm_epsilon": 1e-5, "linear_allow_neg_eigval": allowed} | option
+            )
+            other.load_state_dict(ours.state_dict())
+            assert (other(hidden)[0] - expected).abs().max() > 1e-3 * expected.abs().max()
+
+
+@pytest.mark.flags("--mamba-gate-norm")
+@pytest.mark.parametrize(("form", "settings"), [
+    ("gated", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+    ("ungated", {"mamba_rms_norm": True, "mamba_norm_before_gate": True}),
+    ("none", {"mamba_rms_norm": False}),
+])  # fmt: skip
+def test_what_the_mixer_of_falcon_normalises(form: str, settings: dict[str, bool]) -> None:
+    from transformers import FalconH1Config
+    from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1Mixer
+
+    config = FalconH1Config(
+        hidden_size=HIDDEN, mamba_d_ssm=60, mamba_n_heads=6, mamba_n_groups=3, mamba_d_state=7, rms_norm_eps=1e-5,
+        **settings,
+    )  # fmt: skip
+    theirs = FalconH1Mixer(config, 0)
+    theirs.mup_vector = 1.0
+    ours = build(MambaMixer, mamba_num_heads=6, mamba_head_dim=10, mamba_state_dim=7, mamba_num_groups=3,
+                 mamba_gate_norm=form)  # fmt: skip
+    theirs.load_state_dict(ours.state_dict())
+    hidden = torch.randn(70, 2, HIDDEN, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        expected = theirs(hidden.transpose(0, 1)).transpose(0, 1)
+        torch.testing.assert_close(ours(hidden)[0], expected, rtol=0, atol=5e-6 * expected.abs().max().item())
 
 
 def test_what_filters_and_decays_are() -> None:

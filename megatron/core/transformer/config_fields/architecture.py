@@ -62,6 +62,10 @@ class ArchitectureFields(ModelParallelConfig):
     """Biases in the linear layers."""
     add_qkv_bias: bool = flag(False, kind="shape")
     """A bias in the query-key-value projection even when the other linear layers have none."""
+    add_attention_output_bias: bool = flag(False, kind="shape")
+    """A bias in attention's output projection even when the other linear layers have none."""
+    add_mlp_bias: bool = flag(False, kind="shape")
+    """Biases in dense MLPs and shared experts even when the other linear layers have none."""
     gated_linear_unit: bool = derived(False, kind="shape")
     """Two input projections in the MLP, activation(gate) * up."""
     activation_func: str | Callable[..., Any] = derived("gelu", kind="function")

@@ -51,6 +51,24 @@ class StateMixerFields(PositionFields):
     """Groups of Mamba-2 heads; those of a group read and write their states in the same way (B and C)."""
     mamba_num_heads: int | None = flag(None, minimum=1, maximum=2**20, kind="shape", needs=_MAMBA)
     """Mamba-2 heads; twice the hidden size over the channels of a head when not given."""
+    mamba_norm_epsilon: float = flag(1e-5, above=0, kind="function", needs=_MAMBA)
+    """Added to the mean square in the norm of a Mamba-2 layer's gated output."""
+    mamba_gate_norm: str = flag("gated", choices=("gated", "ungated", "none"), kind="shape", needs=_MAMBA)
+    """What a Mamba-2 layer normalises before its output projection: gated, the output times silu(z); ungated, the
+    output alone, which is gated afterwards; none, nothing (Falcon-H1)."""
+    mamba_dt_min: float = flag(0.0, minimum=0, kind="function", needs=_MAMBA)
+    """Smallest step of a Mamba-2 state; softplus(dt + dt_bias) is raised to it (Nemotron-H in transformers)."""
+    mamba_dt_max: float | None = flag(None, above=0, kind="function", needs=_MAMBA)
+    """Largest step of a Mamba-2 state; no limit when not given."""
+    mamba_conv_bias: bool = flag(True, off_names=("--disable-mamba-conv-bias",), kind="shape", needs=_MAMBA)
+    """A bias in the convolution of a Mamba-2 layer."""
+    mamba_proj_bias: bool = flag(False, kind="shape", needs=_MAMBA)
+    """Biases in both projections of a Mamba-2 layer."""
+    linear_allow_neg_eigval: bool = flag(False, kind="function", needs=_DELTA)
+    """The delta rule of a gated delta net writes with a strength between 0 and 2, twice the sigmoid (OLMo Hybrid): what
+    it changes in the state may then have negative eigenvalues (Grazzi et al., 2025)."""
+    linear_norm_epsilon: float | None = flag(None, above=0, kind="function", needs=_DELTA)
+    """Added to the mean square in the norm of the heads of a gated delta net; --norm-epsilon when not given."""
     linear_conv_kernel_dim: int = flag(4, minimum=1, maximum=64, kind="shape", needs=_DELTA)
     """Tokens that the convolution of a gated delta net reads."""
     linear_key_head_dim: int = flag(128, minimum=1, maximum=65536, kind="shape", needs=_DELTA)
@@ -69,6 +87,11 @@ class StateMixerFields(PositionFields):
             return self.mamba_num_heads * self.mamba_head_dim
         assert self.hidden_size is not None
         return 2 * self.hidden_size
+
+    @property
+    def head_norm_epsilon(self) -> float:
+        """Added to the mean square in the norm of a delta net's heads."""
+        return self.layernorm_epsilon if self.linear_norm_epsilon is None else self.linear_norm_epsilon
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -100,6 +123,9 @@ class StateMixerFields(PositionFields):
                 f"{self.say('tensor_model_parallel_size')} cannot share {self.say('mamba_num_groups')}; use a divisor "
                 f"of {groups}, or a multiple of {ranks} groups"
             )
+
+        if self.mamba_dt_max is not None and self.mamba_dt_max <= self.mamba_dt_min:
+            yield f"{self.say('mamba_dt_max')} is not above {self.say('mamba_dt_min')}; raise it, or leave one out"
 
     def _delta_problems(self, ranks: int) -> Iterator[str]:
         keys, values = self.linear_num_key_heads, self.linear_num_value_heads

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fields of config.json files that several families share, each with the flag that it is, and families that start from
+another one's. `families.py` and `hybrid_families.py` put them together; `family.py` says what a Setting means.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.training.recipes.family import Family, Setting
+from megatron.training.recipes.family_defaults import DEFAULTS
+from megatron.training.recipes.family_rows import LATENT_ROWS, LLAMA_ROWS, SHARED_EXPERTS
+
+# ---- settings
+
+
+def build_sizes(**renamed: str) -> tuple[Setting, ...]:
+    flags = {
+        "num_hidden_layers": "--num-layers",
+        "hidden_size": "--hidden-size",
+        "intermediate_size": "--ffn-hidden-size",
+        "num_attention_heads": "--num-attention-heads",
+        "max_position_embeddings": "--max-position-embeddings",
+    }
+    return tuple(Setting(renamed.get(theirs, theirs), flag) for theirs, flag in flags.items())
+
+
+SIZES = (*build_sizes(), Setting("num_key_value_heads", "--num-query-groups", "query groups"))
+GPT2_SIZES = build_sizes(
+    num_hidden_layers="n_layer", hidden_size="n_embd", intermediate_size="n_inner", num_attention_heads="n_head",
+    max_position_embeddings="n_positions",
+)  # fmt: skip
+
+# Models whose heads together are not as wide as the hidden size say so here.
+HEAD_WIDTH = Setting("head_dim", "--kv-channels")
+UNTIED = Setting("tie_word_embeddings", "--untie-embeddings-and-output-weights", "inverted switch", default=True)
+NORM_EPSILON = Setting("rms_norm_eps", "--norm-epsilon", default=1e-5)
+ROTARY_BASE = Setting("rope_parameters.rope_theta|rope_theta", "--rotary-base", default=10000)
+ROTARY_SHARE = Setting("rope_parameters.partial_rotary_factor|partial_rotary_factor", "--rotary-percent", default=1.0)
+USUAL = (UNTIED, NORM_EPSILON, ROTARY_BASE)
+# The same two settings, as these families call them.
+GPT2_EPSILON = Setting("layer_norm_epsilon", "--norm-epsilon", default=1e-5)
+NEMOTRON_EPSILON = Setting("norm_eps", "--norm-epsilon", default=1e-5)
+GPT_NEOX_USUAL = (
+    UNTIED,
+    Setting("layer_norm_eps", "--norm-epsilon", default=1e-5),
+    Setting("rope_parameters.rope_theta|rotary_emb_base", "--rotary-base", default=10000),
+    Setting("rope_parameters.partial_rotary_factor|rotary_pct", "--rotary-percent", default=1.0),
+)
+# A window counts the token itself in their files; Setting's form "window" says how ours does.
+WINDOW = Setting("sliding_window", "--window-size", "window")
+WINDOW_LAYERS = Setting("layer_types", "--window-attn-skip-freq", "window layers")
+# Qwen's files hold a window also where it is switched off.
+QWEN_WINDOWS = (
+    Setting("sliding_window", "--window-size", "window", only_if="use_sliding_window"),
+    Setting("layer_types", "--window-attn-skip-freq", "window layers", only_if="use_sliding_window"),
+)
+# Gemma multiplies embeddings by the root of the hidden size, and scales scores by a size of their own.
+EMBEDDING_MULTIPLIER = Setting("hidden_size", "--embedding-multiplier", "root")
+SCORE_SCALE = Setting("query_pre_attn_scalar", "--softmax-scale", "inverse root", needed=True)
+SOFT_CAPS = (
+    Setting("attn_logit_softcapping", "--attn-logit-softcapping"),
+    Setting("final_logit_softcapping", "--final-logit-softcapping"),
+)
+TOP_K = Setting("num_experts_per_tok", "--moe-router-topk", needed=True)
+EXPERT_WIDTH = Setting("moe_intermediate_size", "--moe-ffn-hidden-size")
+UNNORMALISED = Setting("norm_topk_prob", "--moe-router-pre-softmax", "inverted switch", default=True)
+
+# Latent attention has keys and values of all heads; their files count these once more.
+LATENT_SIZES = (*build_sizes(), Setting("num_key_value_heads", "--num-attention-heads"))
+LATENT = (
+    Setting("q_lora_rank", "--q-lora-rank"),
+    Setting("kv_lora_rank", "--kv-lora-rank"),
+    Setting("qk_nope_head_dim", "--qk-head-dim"),
+    Setting("qk_rope_head_dim", "--qk-pos-emb-head-dim"),
+    Setting("v_head_dim", "--v-head-dim"),
+)
+DEEPSEEK_EXPERTS = (
+    Setting("n_routed_experts", "--num-experts"),
+    TOP_K,
+    EXPERT_WIDTH,
+    Setting("n_shared_experts*moe_intermediate_size", "--moe-shared-expert-intermediate-size"),
+    Setting("first_k_dense_replace", "--moe-layer-freq", "dense layers first", default=0),
+    Setting("routed_scaling_factor", "--moe-router-topk-scaling-factor", default=1.0),
+)
+EXPERT_GROUPS = (
+    Setting("n_group", "--moe-router-num-groups", "groups", default=1),
+    Setting("topk_group", "--moe-router-group-topk", "groups", default=1),
+)
+TWO_BEST = Setting("topk_group", "--moe-router-group-score", "two best")
+FURTHER_TOKENS = Setting("num_nextn_predict_layers", "--mtp-num-layers", default=0)
+LLAMA4_SIZES = (
+    *build_sizes(intermediate_size="intermediate_size_mlp"),
+    Setting("num_key_value_heads", "--num-query-groups", "query groups"),
+)
+LLAMA4_ATTENTION = (
+    Setting("no_rope_layers", "--no-rope-freq", "layers without positions"),
+    Setting("attention_chunk_size", "--attention-chunk-size"),
+    Setting("layer_types", "--window-attn-skip-freq", "window layers"),
+    Setting("attn_scale", "--attn-temperature-scale", only_if="attn_temperature_tuning"),
+    Setting("floor_scale", "--attn-temperature-floor", default=8192),
+    Setting("use_qk_norm", "--qk-l2-norm", "switch", default=False),
+    Setting("use_qk_norm", "--qk-l2-norm-layers", "switch", default=False, word="rotary"),
+)
+# One width for routed experts and the shared one.
+LLAMA4_EXPERTS = (
+    Setting("num_local_experts", "--num-experts"),
+    TOP_K,
+    Setting("intermediate_size", "--moe-ffn-hidden-size"),
+    Setting("intermediate_size", "--moe-shared-expert-intermediate-size"),
+    Setting("moe_layers", "--moe-layer-freq", "layers with experts"),
+)
+
+
+# ---- the families
+
+LLAMA_FLAGS = "--normalization RMSNorm --swiglu --disable-bias-linear"
+GEMMA_FLAGS = "--normalization RMSNorm --apply-layernorm-1p --geglu --openai-gelu --disable-bias-linear"
+# Other names of fields, which the classes of transformers take for these.
+ROUTED = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
+HALF_ROTATED = {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+
+
+def build_gemma(name: str, model_type: str, model_class: str, **parts: Any) -> Family:
+    return Family(
+        name=name,
+        model_type=model_type,
+        model_class=model_class,
+        flags=f"{GEMMA_FLAGS}{parts.pop('flags', '')}",
+        sizes=SIZES,
+        settings=(UNTIED, NORM_EPSILON, HEAD_WIDTH, EMBEDDING_MULTIPLIER, *parts.pop("settings", ())),
+        rows=tuple({**LLAMA_ROWS, **parts.pop("rows", {})}.values()),
+        defaults=DEFAULTS[model_type],
+        **parts,
+    )
+
+
+def build_llama(name: str, model_type: str, model_class: str, **parts: Any) -> Family:
+    """What differs from Llama; Mistral, Qwen and many others start from it."""
+    return Family(
+        name=name,
+        model_type=model_type,
+        model_class=model_class,
+        flags=f"{LLAMA_FLAGS}{parts.pop('flags', '')}",
+        sizes=SIZES,
+        settings=(*USUAL, *parts.pop("settings", ())),
+        rows=tuple({**LLAMA_ROWS, **parts.pop("rows", {})}.values()),
+        defaults=DEFAULTS[model_type],
+        **parts,
+    )
+
+
+def build_deepseek(name: str, model_type: str, model_class: str, flags: str, **parts: Any) -> Family:
+    """Latent attention, and experts behind a few dense layers."""
+    return Family(
+        name=name,
+        model_type=model_type,
+        model_class=model_class,
+        flags=f"--multi-latent-attention --qk-layernorm {LLAMA_FLAGS} {flags}",
+        sizes=LATENT_SIZES,
+        settings=(*USUAL, *LATENT, *DEEPSEEK_EXPERTS, *parts.pop("settings", ())),
+        rows=tuple({**LATENT_ROWS, **SHARED_EXPERTS, **parts.pop("rows", {})}.values()),
+        defaults=DEFAULTS[model_type],
+        # The class makes these two of others.
+        idle=frozenset(("head_dim", "qk_head_dim")),
+        expects={"moe_layer_freq": 1, **parts.pop("expects")},
+        **parts,
+    )
