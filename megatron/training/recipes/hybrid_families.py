@@ -98,9 +98,13 @@ def list_router_flags(count: str) -> tuple[Setting, ...]:
 
 
 def in_pairs(rows: Mapping[str, Row]) -> tuple[Row, ...]:
-    """The rows of models whose layers are two letters here."""
+    """The rows of models whose layers are two letters here. Decoders of letters end in a norm of another name."""
     return tuple(
-        dataclasses.replace(row, theirs=tuple(name.replace("{layer}", "{pair}") for name in row.theirs))
+        dataclasses.replace(
+            row,
+            ours=row.ours.replace("decoder.final_layernorm", "decoder.final_norm"),
+            theirs=tuple(name.replace("{layer}", "{pair}") for name in row.theirs),
+        )
         for row in rows.values()
     )
 
@@ -147,7 +151,7 @@ QWEN_35_ROWS = _build_qwen_rows(
 _MIXER = "backbone.layers.{layer}.mixer."
 _BACKBONE = {
     **rename_rows(
-        "", "", {"embedding.word_embeddings": "backbone.embeddings", "decoder.final_layernorm": "backbone.norm_f",
+        "", "", {"embedding.word_embeddings": "backbone.embeddings", "decoder.final_norm": "backbone.norm_f",
                  "output_layer": "lm_head"},
     ),
     **rename_rows(OURS, "backbone.layers.{layer}.", {"input_layernorm": "norm"}),
