@@ -17,9 +17,12 @@ from __future__ import annotations
 from megatron.core.lazy_names import load_when_used
 
 _NAMES = {
+    "ShardedObject": "sharded_object",
     "ShardedTensor": "mapping",
+    "check_is_distributed_checkpoint": "state_dicts",
     "load": "state_dicts",
     "load_common_state_dict": "state_dicts",
+    "load_content_metadata": "state_dicts",
     "load_tensors_metadata": "state_dicts",
     "save": "state_dicts",
 }

@@ -22,6 +22,7 @@ import itertools
 import os
 import re
 import shutil
+import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -37,7 +38,7 @@ from megatron.core.dist_checkpointing.manifest import (
     read_manifest,
     verify_files,
 )
-from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.errors import CheckpointError, ConfigError, say
 from megatron.core.paths import explain_unmakeable_directory
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
@@ -199,8 +200,11 @@ def begin_save(root: Path, iteration: int) -> Path:
 
 
 def begin_save_alone(path: Path) -> Path:
-    """A fresh directory beside `path`, which is missing or an empty directory. Raises CheckpointError, StorageError."""
-    if path.exists() and not (path.is_dir() and next(path.iterdir(), None) is None):
+    """A fresh directory beside `path`, which is missing, an empty directory, or an earlier checkpoint, which it is to
+    replace with a warning. Raises CheckpointError, StorageError."""
+    if (path / MANIFEST_NAME).is_file():
+        say(f"warning: {path} holds a checkpoint already, which is overwritten", sys.stderr)
+    elif path.exists() and not (path.is_dir() and next(path.iterdir(), None) is None):
         raise CheckpointError(f"{path} is not an empty directory; save each checkpoint into a directory of its own")
     temporary = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
     with storage_errors(f"starting the checkpoint {path}"):
@@ -212,8 +216,14 @@ def commit_save_alone(temporary: Path, manifest: Manifest) -> Path:
     """Make such a checkpoint visible; its files are written and flushed. Returns its directory. Raises OSError."""
     final = temporary.with_name(temporary.name.rpartition(".tmp-")[0])
     _write_manifest(temporary, manifest)
+    replaced = None
+    if (final / MANIFEST_NAME).is_file():  # of an earlier checkpoint, which stays until the new one is complete
+        replaced = temporary.with_name(f"{temporary.name}-replaced")
+        os.rename(final, replaced)
     os.rename(temporary, final)  # POSIX replaces an empty directory, and refuses any other
     sync_directory(final.parent)
+    if replaced is not None:
+        shutil.rmtree(replaced)
     return final
 
 

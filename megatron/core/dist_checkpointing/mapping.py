@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,6 +72,29 @@ class ShardedTensor:
     def whole(cls, key: str, data: Tensor) -> ShardedTensor:
         """A tensor that is not cut."""
         return cls.from_placement(data, Placement(key, tuple(data.shape)))
+
+    @classmethod
+    def from_rank_offsets(
+        cls,
+        key: str,
+        data: Tensor,
+        *rank_offsets: tuple[int, int, int],
+        replica_id: Any = 0,
+        prepend_axis_num: int = 0,
+        allow_shape_mismatch: bool = False,
+    ) -> ShardedTensor:
+        """A part of a tensor of a program's own that is cut evenly: (axis, number of this part, of how many) for each
+        axis that is cut. prepend_axis_num: axes before those of `data`, one element of them here, which count among the
+        axes. replica_id, allow_shape_mismatch: of upstream's signature; who writes is decided when saving, and shapes
+        must be equal."""
+        shape = [1] * prepend_axis_num + list(data.shape)
+        box = [(0, size) for size in shape]
+        for axis, number, count in rank_offsets:
+            box[axis] = (number * shape[axis], shape[axis])
+            shape[axis] *= count
+        wide = data.detach().view([1] * prepend_axis_num + list(data.shape))
+        local = tuple((0, length) for _, length in box)
+        return cls(key=key, data=wide, global_shape=tuple(shape), blocks=(Piece(tuple(box), local, True),))
 
     @classmethod
     def from_stack(cls, key: str, data: Tensor, start: int, count: int) -> ShardedTensor:

@@ -10,6 +10,7 @@
 | ShardedTensor                                      | its shard beside those of the other processes, by its key   |
 | torch tensor                                       | whole, from the first process; load() returns it unasked    |
 | number, text, bool, None, list or dictionary of it | common.json, from the first process; load() returns it too  |
+| ShardedObject                                      | objects.json, from each process that has it                 |
 
 The files are those of serialization.py, complete or invisible, with a manifest.
 """
@@ -17,7 +18,8 @@ The files are those of serialization.py, complete or invisible, with a manifest.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +27,20 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megatron.core.collectives import all_gather_object
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.async_requests import AsyncRequest
 from megatron.core.dist_checkpointing.directory import find_checkpoint
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
+from megatron.core.dist_checkpointing.sharded_object import ShardedObject
 from megatron.core.dist_checkpointing.torch_dist import METADATA_NAME
+from megatron.core.dist_checkpointing.validation import shorten_list
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 
+CONTENT, OBJECTS = "content_metadata", "objects"
+"""Documents of what describes the content, and of single processes' objects."""
 COMMON = "common"
 """Document of what is no tensor, and prefix of the keys of tensors that are not sharded."""
 
@@ -45,29 +52,38 @@ def save(
     common_strategy: Any = None,
     validate_access_integrity: bool = True,
     async_sharded_save: bool = False,
+    preprocess_common_before_consistancy_check: Callable[[dict[str, Any]], Any] | None = None,
+    content_metadata: Mapping[str, Any] | None = None,
+    async_strategy: str | None = None,
 ) -> AsyncRequest | None:
     """Save on all processes together; they must be in the same place of the program.
 
     sharded_state_dict: nested dictionaries with text keys, and lists of what is not sharded, see above.
-    checkpoint_dir: missing or empty; it appears when the checkpoint is complete. sharded_strategy, common_strategy:
-    leave them None: there is one format, upstream's torch_dist. validate_access_integrity: that every element of every
+    checkpoint_dir: an earlier checkpoint in it is replaced, with a warning; the new one appears when it is complete.
+    sharded_strategy, common_strategy: None, or objects for the one format, torch_dist. content_metadata: kept beside
+    it, for `load_content_metadata`. preprocess_common_before_consistancy_check, async_strategy: of upstream's
+    signature; what is no tensor is the first process's, and there is one way to save beside a loop.
+    validate_access_integrity: that every element of every
     tensor is saved once is always checked. async_sharded_save: save nothing yet, and return a request
     for AsyncCallsQueue.schedule_async_request (async_requests.py); what is no tensor is saved as it is now.
-    Raises CheckpointError when the directory holds something, StorageError when the disk fails.
+    Raises CheckpointError when the directory holds anything else, StorageError when the disk fails.
     """
     _refuse_strategies(sharded_strategy, common_strategy)
     tensors: ShardedStateDict = {}
-    common = _without_tensors(dict(sharded_state_dict), (), tensors)
+    objects: list[ShardedObject] = []
+    common = _without_tensors(dict(sharded_state_dict), (), tensors, objects=objects)
     iteration = common.get("iteration", 0)
     number = iteration if isinstance(iteration, int) and iteration >= 0 else 0
     path, group = Path(checkpoint_dir), _everyone()
+    documents: dict[str, Any] = {COMMON: common}
+    documents |= {CONTENT: dict(content_metadata or {}), OBJECTS: _gather(objects, group)}
     if async_sharded_save:
         # Training goes on and changes them before they are written.
-        documents = copy.deepcopy({COMMON: common})
+        documents = copy.deepcopy(documents)
         return AsyncRequest(
             lambda saver: saver.start_alone(tensors, path, number, documents=documents, group=group), group
         )
-    serialization.save_alone(tensors, path, number, documents={COMMON: common}, group=group)
+    serialization.save_alone(tensors, path, number, documents=documents, group=group)
     return None
 
 
@@ -77,12 +93,15 @@ def load(
     sharded_strategy: Any = None,
     common_strategy: Any = None,
     validate_access_integrity: bool = True,
-    strict: str | None = None,
-) -> dict[str, Any]:
+    strict: Any = None,
+) -> Any:
     """The dictionary with tensors in place of ShardedTensors, and with all that was saved beside them.
 
     The tensors are those of the ShardedTensors, filled in place. What the checkpoint holds beyond the ShardedTensors
-    asked for is left alone; with strict="raise_all" it is refused. Raises CheckpointError for a checkpoint that is not
+    asked for is left alone; with strict="raise_all" or "raise_unexpected" (or StrictHandling's member) it is refused,
+    and with "return_all" or "return_unexpected" the keys that are missing (none: those are always refused) and those
+    beyond are returned as well, (dictionary, missing, unexpected) or (dictionary, unexpected).
+    Raises CheckpointError for a checkpoint that is not
     complete or that lacks a tensor, ModelMismatchError for another shape.
     """
     _refuse_strategies(sharded_strategy, common_strategy)
@@ -90,11 +109,79 @@ def load(
     if found is None:
         raise CheckpointError(f"{checkpoint_dir} holds no checkpoint")
     tensors: ShardedStateDict = {}
-    wanted = _without_tensors(dict(sharded_state_dict), (), tensors, keep=True)
+    how = str(getattr(strict, "value", strict) or "assume_ok_unexpected")
+    if how not in STRICT:
+        raise ConfigError(f"load() has no strict={strict!r}; use one of {', '.join(STRICT)}")
+    objects: list[ShardedObject] = []
+    wanted = _without_tensors(dict(sharded_state_dict), (), tensors, keep=True, objects=objects)
+    unexpected = _find_unexpected(found.path, tensors) if how not in ("assume_ok_unexpected", "ignore_all") else set()
+    if unexpected and how.startswith("raise"):
+        more = ", ".join(shorten_list(sorted(unexpected)))
+        raise CheckpointError(f"{checkpoint_dir} also holds {more}, which nobody asked for")
+    if unexpected and how.startswith("log"):
+        warnings.warn(f"{checkpoint_dir} also holds {', '.join(shorten_list(sorted(unexpected)))}", stacklevel=2)
+    _fill_objects(objects, found.path)
+    wanted = _with_objects(wanted)
     common, whole = _common_of(found.path)
     tensors |= {tensor.key: tensor for tensor in whole if tensor.key not in tensors}
-    serialization.load(tensors, found, _everyone(), may_have_more=not str(strict).endswith("raise_all"))
-    return _merged(common, wanted)
+    serialization.load(tensors, found, _everyone(), may_have_more=True)
+    state = _merged(common, wanted)
+    if how == "return_all":
+        return state, set(), unexpected
+    return (state, unexpected) if how == "return_unexpected" else state
+
+
+STRICT = ("assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all", "return_unexpected",
+          "return_all", "ignore_all")  # fmt: skip
+"""What load() does with what a checkpoint holds beyond what was asked for."""
+
+
+def load_content_metadata(checkpoint_dir: str | Path | None = None, *, preloaded_state_dict: Any = None) -> Any:
+    """What save() was given as content_metadata; None where a checkpoint has none. preloaded_state_dict: one in which
+    it was put under that name, in place of a directory."""
+    if preloaded_state_dict is not None:
+        return preloaded_state_dict.get(CONTENT)
+    found = find_checkpoint(Path(str(checkpoint_dir)))
+    if found is None:
+        raise CheckpointError(f"{checkpoint_dir} holds no checkpoint")
+    return _read(found.path, CONTENT) or None
+
+
+def check_is_distributed_checkpoint(checkpoint_dir: str | Path) -> bool:
+    """Whether the directory holds a checkpoint in the format of save(), ours or upstream's."""
+    return (Path(checkpoint_dir) / METADATA_NAME).is_file()
+
+
+def _read(checkpoint: Path, name: str) -> dict[str, Any]:
+    return dict(serialization.read_document(checkpoint, name)) if (checkpoint / f"{name}.json").exists() else {}
+
+
+def _find_unexpected(checkpoint: Path, tensors: ShardedStateDict) -> set[str]:
+    known = {*tensors, *(tensor.key for tensor in _common_of(checkpoint)[1])}
+    return set(load_tensors_metadata(checkpoint)) - known
+
+
+# ---- objects of single processes
+
+
+def _gather(objects: Sequence[ShardedObject], group: Group) -> dict[str, Any]:
+    """Those of all processes, by key and offset, as text; of replicas the first one's."""
+    own = {found.unique_key: found.to_text() for found in objects if found.is_main_replica}
+    return {key: text for one in all_gather_object(own, group) for key, text in one.items()}
+
+
+def _fill_objects(objects: Sequence[ShardedObject], checkpoint: Path) -> None:
+    saved = _read(checkpoint, OBJECTS) if objects else {}
+    for found in objects:
+        if found.unique_key not in saved:
+            raise CheckpointError(f"{checkpoint} lacks the object {found.unique_key}")
+        found.data = found.from_text(saved[found.unique_key])
+
+
+def _with_objects(value: Any) -> Any:
+    if isinstance(value, ShardedObject):
+        return value.data
+    return {key: _with_objects(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
@@ -133,7 +220,14 @@ def _refuse_strategies(*strategies: Any) -> None:
 # ---- what is not sharded
 
 
-def _without_tensors(value: Any, path: tuple[str, ...], tensors: ShardedStateDict, *, keep: bool = False) -> Any:
+def _without_tensors(
+    value: Any,
+    path: tuple[str, ...],
+    tensors: ShardedStateDict,
+    *,
+    keep: bool = False,
+    objects: list[ShardedObject] | None = None,
+) -> Any:
     """The value with its tensors taken out into `tensors`: what common.json can hold. keep: for load(), the tensors
     themselves stay in their places, and all other values are left out."""
     where = ".".join(path) or "the state dictionary"
@@ -142,12 +236,19 @@ def _without_tensors(value: Any, path: tuple[str, ...], tensors: ShardedStateDic
         if value.key not in tensors or not value.is_copy:
             tensors[value.key] = value
         return value.data if keep else _Nothing
+    if isinstance(value, ShardedObject):
+        assert objects is not None
+        objects.append(value)
+        return value if keep else _Nothing
     if isinstance(value, Mapping):
         odd = [key for key in value if not isinstance(key, str)]
         if odd:
             raise ConfigError(f"{where}: the key {odd[0]!r} is no text; a checkpoint's dictionaries have text keys")
-        entries = ((key, _without_tensors(item, (*path, key), tensors, keep=keep)) for key, item in value.items())
-        return {key: item for key, item in entries if item is not _Nothing}
+        found = {
+            key: _without_tensors(item, (*path, key), tensors, keep=keep, objects=objects)
+            for key, item in value.items()
+        }
+        return {key: item for key, item in found.items() if item is not _Nothing}
     if keep:
         return _Nothing
     if isinstance(value, Tensor):
@@ -155,7 +256,9 @@ def _without_tensors(value: Any, path: tuple[str, ...], tensors: ShardedStateDic
         tensors[key] = ShardedTensor.whole(key, value)
         return {_TENSOR: [key, str(value.dtype).removeprefix("torch."), list(value.shape)]}
     if isinstance(value, list | tuple):
-        items = [_without_tensors(item, (*path, str(index)), tensors) for index, item in enumerate(value)]
+        items = [
+            _without_tensors(item, (*path, str(index)), tensors, objects=objects) for index, item in enumerate(value)
+        ]
         if any(item is _Nothing for item in items):
             raise ConfigError(f"{where} is a list with ShardedTensors in it; put them into a dictionary")
         return items

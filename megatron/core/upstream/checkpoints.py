@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from megatron.core.dist_checkpointing import serialization, state_dicts
 from megatron.core.dist_checkpointing.directory import find_checkpoint
 from megatron.core.dist_checkpointing.durable import replace_file
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.errors import CheckpointError
+from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.process_groups_config import Group
 
 _CONFIG_FILE = "metadata.json"
@@ -99,3 +100,67 @@ class FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy):
     def load(self, sharded_state_dict: Mapping[str, Any], checkpoint_dir: str | Path) -> dict[str, Any]:
         """As the strategy inside."""
         return self.base_strategy.load(sharded_state_dict, checkpoint_dir)
+
+
+class StrictHandling(enum.Enum):
+    """What load() does with what a checkpoint holds beyond what was asked for; the values are those of `strict`."""
+
+    ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
+    LOG_UNEXPECTED = "log_unexpected"
+    LOG_ALL = "log_all"
+    RAISE_UNEXPECTED = "raise_unexpected"
+    RAISE_ALL = "raise_all"
+    RETURN_UNEXPECTED = "return_unexpected"
+    RETURN_ALL = "return_all"
+    IGNORE_ALL = "ignore_all"
+
+
+class TorchDistSaveShardedStrategy:
+    """The one way to save, as an object. backend, version: "torch_dist" and 1. Others: of upstream's signature; the
+    writers' number is the processes', and their work is shared in any case. Attributes that a program sets stay."""
+
+    def __init__(
+        self,
+        backend: str = "torch_dist",
+        version: int = 1,
+        keep_only_main_replica: bool = True,
+        thread_count: int = 2,
+        cached_metadata: bool = False,
+        separation_hint: str | None = None,
+    ) -> None:
+        _check_backend(backend, version)
+        self.backend, self.version, self.thread_count = backend, version, thread_count
+        self.use_cached_ckpt_structure = cached_metadata
+
+    def save(self, sharded_state_dict: Mapping[str, Any], checkpoint_dir: str | Path) -> None:
+        """As dist_checkpointing.save."""
+        state_dicts.save(sharded_state_dict, checkpoint_dir)
+
+
+class FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy):
+    """Upstream's way to share the writing among replicas, which is so here with any strategy."""
+
+    def __init__(
+        self,
+        strategy: TorchDistSaveShardedStrategy,
+        parallelization_group: Group | None = None,
+        do_cache_distribution: bool = False,
+    ) -> None:
+        super().__init__(thread_count=strategy.thread_count)
+        self.base_strategy, self.parallelization_group = strategy, parallelization_group
+        self.do_cache_distribution = do_cache_distribution
+
+
+def get_default_save_sharded_strategy(backend: str = "torch_dist", version: int = 1) -> TorchDistSaveShardedStrategy:
+    """The way to save, for save(sharded_strategy=...). Raises ConfigError for another backend."""
+    return TorchDistSaveShardedStrategy(backend, version)
+
+
+def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> TorchDistLoadShardedStrategy:
+    """The way to load what is in a directory, for load(sharded_strategy=...)."""
+    return TorchDistLoadShardedStrategy()
+
+
+def _check_backend(backend: str, version: int) -> None:
+    if (backend, version) != ("torch_dist", 1):
+        raise ConfigError(f"checkpoints have one format here, torch_dist 1; found {backend} {version}")

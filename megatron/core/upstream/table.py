@@ -41,15 +41,27 @@ DEFINED: dict[str, dict[str, str]] = {
         _CHECKPOINTS, "CheckpointingConfig", "maybe_load_config", "save_config"
     ),
     "megatron.core.dist_checkpointing.serialization": _in(
-        _STATE_DICTS, "load_common_state_dict", "load_tensors_metadata"
-    ),
+        _STATE_DICTS,
+        "check_is_distributed_checkpoint",
+        "load",
+        "load_common_state_dict",
+        "load_content_metadata",
+        "load_tensors_metadata",
+        "save",
+    )
+    | _in(_CHECKPOINTS, "StrictHandling", "get_default_load_sharded_strategy", "get_default_save_sharded_strategy"),
+    "megatron.core.dist_checkpointing.mapping": _in("megatron.core.dist_checkpointing.sharded_object", "ShardedObject"),
     "megatron.core.dist_checkpointing.strategies.async_utils": _in(
         "megatron.core.dist_checkpointing.async_requests", "AsyncCallsQueue", "AsyncRequest"
     ),
     "megatron.core.dist_checkpointing.strategies.common": _in(_CHECKPOINTS, "load_common", "save_common"),
-    "megatron.core.dist_checkpointing.strategies.fully_parallel": _in(_CHECKPOINTS, "FullyParallelLoadStrategyWrapper"),
-    "megatron.core.dist_checkpointing.strategies.torch": _in(_CHECKPOINTS, "TorchDistLoadShardedStrategy"),
-    "megatron.core.dist_checkpointing.validation": _in(_CHECKPOINTS, "verify_checkpoint"),
+    "megatron.core.dist_checkpointing.strategies.fully_parallel": _in(
+        _CHECKPOINTS, "FullyParallelLoadStrategyWrapper", "FullyParallelSaveStrategyWrapper"
+    ),
+    "megatron.core.dist_checkpointing.strategies.torch": _in(
+        _CHECKPOINTS, "TorchDistLoadShardedStrategy", "TorchDistSaveShardedStrategy"
+    ),
+    "megatron.core.dist_checkpointing.validation": _in(_CHECKPOINTS, "StrictHandling", "verify_checkpoint"),
     "megatron.core.distributed.finalize_model_grads": {
         **_in(_MODULES, "_get_main_grad_attr", "_reshard_if_dtensor", "_unshard_if_dtensor", "get_attr_wrapped_model"),
         "_flatten_dense_tensors": "torch._utils",

@@ -211,3 +211,30 @@ def test_parts_of_a_layer_that_do_not_exist_are_refused() -> None:
         setattr(spec.submodules, name, nn.Linear)
         with pytest.raises(ConfigError, match=name):
             build(configure(), spec)
+
+
+def test_arguments_of_forward_and_of_the_model() -> None:
+    model = build(configure(), get_gpt_layer_local_spec(), scatter_embedding_sequence_parallel=True, logit_dtype=None)
+    assert model.vp_stage is None
+    expected = model(TOKENS, None, None)
+    ones = torch.ones_like(TOKENS)
+    given = {
+        "inference_params": None,
+        "extra_block_kwargs": None,
+        "runtime_gather_output": True,
+    }
+    for mask in (None, ones, ones.bool()):  # not read where the spec is causal
+        assert torch.equal(model(TOKENS, None, mask, **given), expected)
+    for name, value in (("extra_block_kwargs", {"a": 1}), ("padding_mask", ones), ("is_spec_decode", True)):
+        with pytest.raises(ConfigError, match=f"forward\\(\\) has no {name}"):
+            model(TOKENS, None, None, **{name: value})
+    with pytest.raises(ConfigError, match="logit_dtype"):
+        build(configure(), get_gpt_layer_local_spec(), logit_dtype=torch.float64)
+    padded = get_gpt_layer_local_spec()
+    padded.submodules.self_attention.params["attn_mask_type"] = AttnMaskType.padding
+    hidden = torch.zeros(2, 7, dtype=torch.int64)
+    hidden[:, 5:] = 1  # True hides
+    several = build(configure(), padded)
+    short = several(TOKENS[:, :5], None, torch.zeros(2, 1, 1, 5, dtype=torch.bool))
+    for mask in (hidden, hidden.bool()[:, None, None]):
+        torch.testing.assert_close(several(TOKENS, None, mask)[:, :5], short)

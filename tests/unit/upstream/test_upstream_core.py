@@ -345,8 +345,12 @@ def test_state_dictionaries_go_and_come(tmp_path: Path) -> None:
     known = use("dist_checkpointing.serialization", "load_tensors_metadata")(checkpoint_dir=path)
     assert known["embedding.word_embeddings.weight"].global_shape == (16, 8)
     use("dist_checkpointing.validation", "verify_checkpoint")(path)
+    dist_checkpointing.save({"iteration": 8}, path)
+    assert dist_checkpointing.load_common_state_dict(path) == {"iteration": 8}
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").touch()
     with pytest.raises(CheckpointError, match="not an empty directory"):
-        dist_checkpointing.save(state, path)
+        dist_checkpointing.save(state, tmp_path / "mine")
     with pytest.raises(ConfigError, match="nested.0 is a list|object is a object"):
         dist_checkpointing.save({"object": object()}, tmp_path / "two")
     with pytest.raises(ConfigError, match="put them into a dictionary"):
@@ -382,7 +386,9 @@ def test_a_request_is_saved_beside_the_loop(persistent: bool, tmp_path: Path) ->
         assert torch.equal(next(other.parameters()), expected) and loaded["step"] == {"count": number}
     with pytest.raises(ConfigError, match="scheduled before"):
         queue.schedule_async_request(request)
-    again = dist_checkpointing.save(model.sharded_state_dict(), tmp_path / "1", async_sharded_save=True)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").touch()
+    again = dist_checkpointing.save(model.sharded_state_dict(), tmp_path / "mine", async_sharded_save=True)
     with pytest.raises(CheckpointError, match="not an empty directory"):
         queue.schedule_async_request(again)
     queue.close()

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -27,6 +27,7 @@ from megatron.core.plan.stages import (
     fit_virtual_stages,
 )
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.tensor_parallel.parameters import initialise_parameters, parameter_dtype
 from megatron.core.transformer.config_fields.positions import is_rotary
 from megatron.core.transformer.layer_inputs import StageInputs
@@ -50,6 +51,7 @@ class GPTModel(LanguageModule):
         pre_process: bool = True,
         post_process: bool = True,
         fp16_lm_cross_entropy: bool = False,
+        logit_dtype: torch.dtype | None = None,
         parallel_output: bool = True,
         share_embeddings_and_output_weights: bool = False,
         position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = "learned_absolute",
@@ -57,6 +59,7 @@ class GPTModel(LanguageModule):
         rotary_base: float = 10000,
         rope_scaling: bool = False,
         rope_scaling_factor: float = 8.0,
+        scatter_embedding_sequence_parallel: bool = True,
         seq_len_interpolation_factor: float | None = None,
         mtp_block_spec: ModuleSpec | None = None,
         pg_collection: ProcessGroupCollection | None = None,
@@ -70,6 +73,11 @@ class GPTModel(LanguageModule):
         """
         super().__init__(config, pg_collection)
         _check_arguments(fp16_lm_cross_entropy, position_embedding_type)
+        if config.sequence_parallel and not scatter_embedding_sequence_parallel:
+            raise ConfigError("scatter_embedding_sequence_parallel=False is not supported; leave it out")
+        own = (None, torch.float32) if config.logit_dtype == "fp32" else (None, parameter_dtype(config))
+        if logit_dtype not in own:
+            raise ConfigError(f"logit_dtype {logit_dtype} is the config's to say: give it logit_dtype='fp32'")
         self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
         self.vp_stage, self.model_type = vp_stage, ModelType.encoder_or_decoder
         self.pre_process, self.post_process = pre_process, post_process
@@ -189,8 +197,14 @@ class GPTModel(LanguageModule):
         decoder_input: Tensor | None = None,
         labels: Tensor | None = None,
         inference_context: InferenceContext | None = None,
-        loss_mask: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
+        extra_block_kwargs: Mapping[str, Any] | None = None,
+        runtime_gather_output: bool | None = None,
+        *,
+        inference_params: InferenceContext | None = None,
+        loss_mask: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        is_spec_decode: bool | None = None,
     ) -> Tensor:
         """Loss of every token [b, s] float32 when there are labels, else logits [b, s, v].
 
@@ -201,8 +215,12 @@ class GPTModel(LanguageModule):
         caller weights the language-model loss, which alone is returned. packed_seq_params: the
         documents that are packed into one sequence (b = 1), in place of a mask; with context parallelism bounds in the
         whole sequence. In generation only what `inference_context.layout` wants has logits, but with sequence
-        parallelism. On a stage without output layer: hidden states [s, b, h].
+        parallelism. runtime_gather_output: logits whole on every rank. inference_params: the former name of
+        inference_context. Raises ConfigError for extra_block_kwargs, padding_mask and is_spec_decode, which do not
+        exist here. On a stage without output layer: hidden states [s, b, h].
         """
+        _refuse(extra_block_kwargs=extra_block_kwargs, padding_mask=padding_mask, is_spec_decode=is_spec_decode)
+        inference_context = inference_params if inference_context is None else inference_context
         if inference_context is not None and self.pg_collection.cp.size() > 1:
             raise ConfigError(
                 f"text cannot be generated with --context-parallel-size {self.pg_collection.cp.size()}: the cache "
@@ -231,7 +249,10 @@ class GPTModel(LanguageModule):
             # With sequence parallelism these are a rank's share of the tokens: the caller takes from logits.
             if inference_context is not None and not self.config.sequence_parallel:
                 hidden_states = inference_context.layout.take_wanted(hidden_states)
-            return self.compute_logits(hidden_states)
+            logits = self.compute_logits(hidden_states)
+            if not runtime_gather_output or logits.shape[-1] == self.vocab_size:
+                return logits
+            return gather_from_tensor_model_parallel_region(logits, self.pg_collection.tp)
         if shift is not None:
             hidden_states = self._attach_further_losses(hidden_states, further, labels, loss_mask, shift)
         return self.compute_loss_of_states(labels, hidden_states, self._compute_logits)
@@ -363,6 +384,19 @@ class GPTModel(LanguageModule):
         """Tokens of the whole sequence: with sequence or context parallelism each rank holds a part of them."""
         parts = self.pg_collection.tp.size() if self.config.sequence_parallel else 1
         return int(hidden_states.shape[0]) * parts * sequence.size()
+
+
+def _refuse(**given: Any) -> None:
+    """Raise ConfigError for arguments of upstream's forward that do not exist here."""
+    instead = {
+        "extra_block_kwargs": "layers read what StageInputs has",
+        "padding_mask": "every token goes to experts; take packed_seq_params, without padding",
+        "is_spec_decode": "drafts are generated by megatron.core.inference",
+    }
+    asked = [name for name, value in given.items() if value is not None and value is not False and value != {}]
+    problems = [f"forward() has no {name}: {instead[name]}; leave it out" for name in asked]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _check_arguments(fp16_lm_cross_entropy: bool, position_embedding_type: str) -> None:

@@ -54,9 +54,13 @@ class RotaryEmbedding(nn.Module):
         rope_scaling: bool = False,
         rope_scaling_factor: float = 8.0,
         rope_scaling_high_freq_factor: float = 4.0,
+        use_cpu_initialization: bool = False,
+        cp_group: Group | None = None,
     ) -> None:
         """kv_channels: width of a head; rotary_percent: share of it that is rotated. seq_len_interpolation_factor:
-        divides positions (Chen et al., 2023). rope_scaling...: whether frequencies are `Llama3Scaling`'s."""
+        divides positions (Chen et al., 2023). rope_scaling...: whether frequencies are `Llama3Scaling`'s.
+        use_cpu_initialization, cp_group: of upstream's signature; angles are computed, and whoever asks for them says
+        which ranks share the sequence."""
         super().__init__()
         channels = int(kv_channels * rotary_percent)
         self.rotary_interleaved = rotary_interleaved
