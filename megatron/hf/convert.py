@@ -45,6 +45,31 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see python -m megatron.bridge.convert --help")
 
 
+class _ListFamilies(argparse.Action):
+    """Print the table of families, and stop, as --help does."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        print(describe_families(FAMILIES))
+        parser.exit()
+
+
+def describe_families(families: Sequence[Family]) -> str:
+    """A line for each type of models that converts, and what is exact."""
+    rows = [
+        (model_type, family.name, family.model_class)
+        for family in families
+        for model_type in (family.model_type, *family.aliases)
+    ]
+    head = ("model_type", "family", "class of transformers")
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)) for row in (head, *rows)]
+    return "\n".join([
+        *(line.rstrip() for line in lines), "",
+        f"{len(rows)} types convert, in both directions. Exact: every weight, bit for bit. Equal to rounding: logits,",
+        "to 1e-5 of the largest in float32. A field of config.json that no flag follows is refused.",
+    ])  # fmt: skip
+
+
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The command line. A mistake in it raises ConfigError."""
     parser = _Parser(prog="python -m megatron.bridge.convert", description=__doc__, allow_abbrev=False,
@@ -62,6 +87,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="of --target hf: linear layers in FP8 with scales of 128 x 128, as DeepSeek-V3 has them")  # fmt: skip
     add("--family", metavar="FILE.py", type=path,
         help="Python file with a family of your own, FAMILY = Family(...); it is run (docs/conversion.md)")  # fmt: skip
+    add("--list", action=_ListFamilies, nargs=0, help="print the families that convert, and what is exact")
     add("--no-verify", action="store_true", help="do not compare the result with the source")
     for name, text in _SIZES.items():
         add(name, metavar="N", type=int, help=f"{text}; checked, as a checkpoint has no layout")

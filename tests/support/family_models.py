@@ -130,6 +130,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         BASES["granitemoehybrid"] | {"num_local_experts": 0, "embedding_multiplier": 12, "logits_scaling": 8,
                                      "residual_multiplier": 0.22, "tie_word_embeddings": True} | EAGER,
     ),
+    "Granite 3": (
+        "Granite", {"attention_multiplier": 0.3, "embedding_multiplier": 12, "logits_scaling": 8,
+                    "residual_multiplier": 0.22, "attention_bias": True, "mlp_bias": True} | ODD | EAGER,
+    ),
+    "Seed-OSS": ("SeedOss", {"head_dim": 12, "attention_out_bias": True, "mlp_bias": True} | ODD | EAGER),
+    "Ministral": (
+        "Ministral", {"head_dim": 12, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2}
+        | EAGER,
+    ),
+    "Starcoder 2": ("Starcoder2", {"sliding_window": 6, "use_bias": True} | ODD | EAGER),
+    "Starcoder 2, without biases": ("Starcoder2", {"use_bias": False, "tie_word_embeddings": False} | EAGER),
+    "MiniMax M2": (
+        "MiniMaxM2",
+        BASES["minimax_m2"] | EAGER
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}},
+    ),
 }  # fmt: skip
 """Name -> classes in transformers and settings of a tiny model."""
 

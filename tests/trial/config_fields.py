@@ -78,6 +78,9 @@ BASES: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention"] * 2, "num_local_experts": 4, "mamba_d_head": 8,
         "shared_intermediate_size": 40, "attention_multiplier": 0.4,
     },
+    "granite": {"attention_multiplier": 0.4}, "seed_oss": {"head_dim": 12}, 
+    "ministral": {"head_dim": 12, "sliding_window": 6}, "starcoder2": {"sliding_window": 6},
+    "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 12},
 }  # fmt: skip
 """Settings of a tiny model of each type, beside `SIZES`."""
 ROPES: dict[str, dict[str, Any]] = {

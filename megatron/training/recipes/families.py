@@ -8,6 +8,7 @@ the entries mean. Sources: the configuration classes of transformers, and the fi
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 
 from megatron.core.errors import ConfigError
@@ -85,6 +86,7 @@ from megatron.training.recipes.family_settings import (
     build_llama,
     build_sizes,
 )
+from megatron.training.recipes.further_families import FURTHER
 from megatron.training.recipes.hybrid_families import HYBRIDS
 
 FAMILIES: tuple[Family, ...] = (
@@ -285,6 +287,7 @@ FAMILIES: tuple[Family, ...] = (
         rope={"rope_theta": 500000.0},
         complete=complete_llama4,
     ),
+    *FURTHER,
     *HYBRIDS,
 )  # fmt: skip
 
@@ -294,5 +297,7 @@ def find_family(model_type: str, families: Sequence[Family] = FAMILIES) -> Famil
     for family in families:
         if model_type in (family.model_type, *family.aliases):
             return family
-    known = ", ".join(name for family in families for name in (family.model_type, *family.aliases))
-    raise ConfigError(f"models of the type {model_type} are not known; known are {known}")
+    names = {name: family for family in families for name in (family.model_type, *family.aliases)}
+    nearest = difflib.get_close_matches(model_type, names, n=1, cutoff=0.0)
+    near = f"; the nearest name is {nearest[0]} ({names[nearest[0]].name})" if nearest else ""
+    raise ConfigError(f"models of the type {model_type} are not known{near}; known are {', '.join(names)}")

@@ -171,3 +171,26 @@ GPT_OSS_EXPERTS = build_rows(
     Row(f"{OURS}mlp.experts.linear_fc2.weight", (f"{THEIRS}mlp.experts.down_proj",), transposed=True),
     Row(f"{OURS}mlp.experts.linear_fc2.bias", (f"{THEIRS}mlp.experts.down_proj_bias",)),
 ) | rename_rows(OURS, THEIRS, {"mlp.router": "mlp.router"}, "weight", "bias")
+# Attention with biases in all projections, an MLP whose two first ones are stacked.
+BIASED_ROWS = {
+    **LLAMA_ROWS,
+    **build_rows(Row(f"{OURS}self_attention.linear_qkv.bias", list_projections("bias"), "qkv")),
+    **rename_rows(OURS, THEIRS, {"self_attention.linear_proj": "self_attn.o_proj"}, "bias"),
+}
+MLP_BIASES = {
+    **build_rows(
+        Row(
+            f"{OURS}mlp.linear_fc1.bias",
+            (f"{THEIRS}mlp.gate_proj.bias", f"{THEIRS}mlp.up_proj.bias"), "stacked",
+        )
+    ),
+    **rename_rows(OURS, THEIRS, {"mlp.linear_fc2": "mlp.down_proj"}, "bias"),
+}  # fmt: skip
+STARCODER2_ROWS = {
+    **without_rows(BIASED_ROWS, ".mlp."),
+    **rename_rows(
+        OURS, THEIRS, {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}, "bias"
+    ),
+    **rename_rows("", "", {"decoder.final_layernorm": "model.norm"}, "bias"),
+    **rename_rows(OURS, THEIRS, {"mlp.linear_fc1": "mlp.c_fc", "mlp.linear_fc2": "mlp.c_proj"}, "weight", "bias"),
+}

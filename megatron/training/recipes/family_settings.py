@@ -5,6 +5,7 @@ another one's. `families.py` and `hybrid_families.py` put them together; `family
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from megatron.training.recipes.family import Family, Setting
@@ -113,6 +114,32 @@ LLAMA4_EXPERTS = (
 
 
 # ---- the families
+
+ATTENTION_BIAS = (
+    Setting("attention_bias", "--add-qkv-bias", "switch", default=False),
+    Setting("attention_bias", "--add-attention-output-bias", "switch", default=False),
+)
+MLP_BIAS = Setting("mlp_bias", "--add-mlp-bias", "switch", default=False)
+GRANITE_MULTIPLIERS = (
+    Setting("embedding_multiplier", "--embedding-multiplier", default=1.0),
+    Setting("logits_scaling", "--logit-multiplier", "inverse", default=1.0),
+    Setting("residual_multiplier", "--residual-multiplier", default=1.0),
+    Setting("attention_multiplier", "--softmax-scale", needed=True),
+)
+
+
+def with_experts(*settings: Setting) -> tuple[Setting, ...]:
+    """The settings, where the model has experts."""
+    return tuple(dataclasses.replace(setting, with_experts=True) for setting in settings)
+
+
+def list_router_flags(count: str) -> tuple[Setting, ...]:
+    """Sigmoid scores, and a bias in the choice of experts; count: the field with their number."""
+    return with_experts(
+        Setting(count, "--moe-router-score-function", "switch", word="sigmoid"),
+        Setting(count, "--moe-router-enable-expert-bias", "switch"),
+    )
+
 
 LLAMA_FLAGS = "--normalization RMSNorm --swiglu --disable-bias-linear"
 GEMMA_FLAGS = "--normalization RMSNorm --apply-layernorm-1p --geglu --openai-gelu --disable-bias-linear"

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.training.recipes.family import Family, LayerLetters, Row, Setting
 from megatron.training.recipes.family_rows import (
+    BIASED_ROWS,
     EXPERTS,
     LLAMA_ROWS,
     OURS,
@@ -25,10 +26,13 @@ from megatron.training.recipes.family_rows import (
     without_rows,
 )
 from megatron.training.recipes.family_settings import (
+    ATTENTION_BIAS,
     EXPERT_GROUPS,
     EXPERT_WIDTH,
+    GRANITE_MULTIPLIERS,
     HEAD_WIDTH,
     LLAMA_FLAGS,
+    MLP_BIAS,
     ROTARY_SHARE,
     SIZES,
     TOP_K,
@@ -37,6 +41,8 @@ from megatron.training.recipes.family_settings import (
     UNTIED,
     USUAL,
     build_sizes,
+    list_router_flags,
+    with_experts,
 )
 from megatron.training.recipes.hybrid_defaults import (
     FULL,
@@ -50,11 +56,6 @@ from megatron.training.recipes.hybrid_defaults import (
 
 # ---- settings
 
-ATTENTION_BIAS = (
-    Setting("attention_bias", "--add-qkv-bias", "switch", default=False),
-    Setting("attention_bias", "--add-attention-output-bias", "switch", default=False),
-)
-MLP_BIAS = Setting("mlp_bias", "--add-mlp-bias", "switch", default=False)
 DELTA = tuple(
     Setting(name, f"--{name.replace('_', '-')}")
     for name in (
@@ -79,19 +80,6 @@ def build_mamba_settings(**names: str) -> tuple[Setting, ...]:
     )
     renamed = (dataclasses.replace(each, theirs=names.get(each.theirs, each.theirs)) for each in usual)
     return tuple(setting for setting in renamed if setting.theirs)
-
-
-def with_experts(*settings: Setting) -> tuple[Setting, ...]:
-    """The settings, where the model has experts."""
-    return tuple(dataclasses.replace(setting, with_experts=True) for setting in settings)
-
-
-def list_router_flags(count: str) -> tuple[Setting, ...]:
-    """Sigmoid scores, and a bias in the choice of experts; count: the field with their number."""
-    return with_experts(
-        Setting(count, "--moe-router-score-function", "switch", word="sigmoid"),
-        Setting(count, "--moe-router-enable-expert-bias", "switch"),
-    )
 
 
 # ---- rows
@@ -181,13 +169,8 @@ NEMOTRON_H_ROWS = {
     ),
     **build_rows(Row(f"{OURS}mlp.router.expert_bias", (f"{_MIXER}gate.e_score_correction_bias",))),
 }  # fmt: skip
-_WITH_BIASES = {
-    **LLAMA_ROWS,
-    **build_rows(Row(f"{OURS}self_attention.linear_qkv.bias", list_projections("bias"), "qkv")),
-    **rename_rows(OURS, THEIRS, {"self_attention.linear_proj": "self_attn.o_proj"}, "bias"),
-}
 BAMBA_ROWS = {
-    **without_rows(_WITH_BIASES, ".mlp."),
+    **without_rows(BIASED_ROWS, ".mlp."),
     **build_gated_rows("mlp", "feed_forward"),
     **build_rows(
         Row(
@@ -202,7 +185,7 @@ BAMBA_ROWS = {
 }  # fmt: skip
 # Gate and up are one matrix; with experts the same MLP is the shared expert.
 GRANITE_HYBRID_ROWS = {
-    **without_rows(_WITH_BIASES, ".mlp."),
+    **without_rows(BIASED_ROWS, ".mlp."),
     **rename_rows(
         OURS, THEIRS,
         {"mlp.linear_fc1": "shared_mlp.input_linear", "mlp.linear_fc2": "shared_mlp.output_linear",
@@ -219,13 +202,6 @@ GRANITE_HYBRID_ROWS = {
 
 _LINEAR_OR_FULL = {"linear_attention": "G", "full_attention": "*"}
 _MAMBA_OR_FULL = {LINEAR: "M", FULL: "*"}
-# Another name of them, of releases up to 4.
-_GRANITE_MULTIPLIERS = (
-    Setting("embedding_multiplier", "--embedding-multiplier", default=1.0),
-    Setting("logits_scaling", "--logit-multiplier", "inverse", default=1.0),
-    Setting("residual_multiplier", "--residual-multiplier", default=1.0),
-    Setting("attention_multiplier", "--softmax-scale", needed=True),
-)
 _QWEN_EXPERT_SETTINGS = with_experts(
     Setting("num_experts", "--moe-shared-expert-gate", "switch"),
     Setting("num_experts", "--num-experts"),
@@ -366,7 +342,7 @@ HYBRIDS: tuple[Family, ...] = (
             Setting("num_key_value_heads", "--num-query-groups", "query groups"),
         ),
         settings=(
-            *USUAL, *ATTENTION_BIAS, *_GRANITE_MULTIPLIERS, *build_mamba_settings(),
+            *USUAL, *ATTENTION_BIAS, *GRANITE_MULTIPLIERS, *build_mamba_settings(),
             *with_experts(
                 Setting("num_local_experts", "--num-experts"), TOP_K,
                 Setting("intermediate_size", "--moe-ffn-hidden-size"),

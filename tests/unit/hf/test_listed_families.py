@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`convert --list`: the types of models that convert, each of which round trips in test_bridge.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.hf.convert import main
+from megatron.training.recipes.families import FAMILIES, find_family
+from tests.support.family_models import MODELS, make_model
+
+
+def test_the_list_names_every_type_and_class(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["convert", "--list"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    for family in FAMILIES:
+        for model_type in (family.model_type, *family.aliases):
+            assert any(line.split()[:1] == [model_type] and line.endswith(family.model_class) for line in lines)
+    types = sum(1 + len(family.aliases) for family in FAMILIES)
+    assert lines[-2].startswith(f"{types} types convert, in both directions. Exact: every weight, bit for bit.")
+
+
+def test_every_listed_type_is_built() -> None:
+    """34 types of the 92 popular ones, and Kimi K2's name for DeepSeek V3's; test_round_trip converts each of these."""
+    built = {find_family(make_model(name).config.model_type).model_type for name in MODELS}
+    assert built == {family.model_type for family in FAMILIES} and len(built) == 34
