@@ -24,7 +24,6 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "test_mode": (False, "there are no tests in a step; python -m megatron check_parity compares layouts"),
     "mrope_section": (None, "positions are of text only"),
     "moe_enable_deepep": (False, "experts exchange tokens by moe_token_dispatcher_type"),
-    "is_hybrid_model": (False, "hybrid_layer_pattern says which layers there are"),
     "heterogeneous_block_specs": (False, "layers of one kind have one shape"),
     "hetereogenous_dist_checkpoint": (False, "layers of one kind have one shape"),
     "use_kitchen": (False, "that package is not used"),
@@ -87,8 +86,6 @@ class ProgramFields(CheckedConfig):
     mrope_section: list[int] | None = derived(kind="function")
     """Only None."""
     moe_enable_deepep: bool = derived(False, kind="kernel")
-    """Only False."""
-    is_hybrid_model: bool = derived(False, kind="function")
     """Only False."""
     heterogeneous_block_specs: bool = derived(False, kind="function")
     """Only False."""
