@@ -68,6 +68,8 @@ def get_model(
     tie_chunks(chunks)
     if config.bf16 or config.fp16:
         chunks = [Float16Module(getattr(chunk, "config", config), chunk) for chunk in chunks]
+        for chunk in chunks:
+            chunk.model_type = model_type  # type: ignore[assignment]
     if not wrap_with_ddp:
         return chunks
     wrapped = [

@@ -311,3 +311,46 @@ def test_a_loop_keeps_the_newest_of_its_non_persistent_checkpoints(tmp_path: Pat
         save(iteration, *parts, num_floating_point_operations_so_far=0, non_persistent_ckpt=True)
     assert [path.name for path in tmp_path.glob("fast/*/rank_00000/iter_*")] == ["iter_0000006"]
     assert load(*parts) == (6, 0)
+
+
+@pytest.mark.parametrize("args", [["--bf16"]], indirect=True)
+def test_bare_models_are_saved_and_loaded_without_an_optimizer(args: Namespace, tmp_path: Path) -> None:
+    save, load = use(".checkpointing", "save_checkpoint", "load_checkpoint")
+    model = use(".training", "get_model")(build_gpt, wrap_with_ddp=False)
+    tokens = torch.arange(8)[None]
+    expected = model[0](tokens, tokens, None)
+    assert expected.dtype == torch.float32 and model[0].vp_stage is None
+    assert model[0].model_type == ModelType.encoder_or_decoder
+    args.save = args.load = str(tmp_path)
+    save(3, model, None, None, 0, checkpointing_context=None, pipeline_rank=None, release=False)
+    args.no_load_rng, args.no_load_optim, args.seed = True, True, 77
+    other = use(".training", "get_model")(build_gpt, wrap_with_ddp=False)
+    with torch.no_grad():
+        for param in other[0].parameters():
+            param.zero_()
+    assert load(other, None, None, strict=True, checkpointing_context={}) == (3, 0)
+    assert torch.equal(other[0](tokens, tokens, None), expected)
+    with pytest.raises(ConfigError, match="release"):
+        save(3, model, None, None, 0, release=True)
+
+
+def test_arguments_of_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def add(parser: Any) -> None:
+        group = parser.add_argument_group("mine")
+        group.add_argument("--my-flag", type=int, default=3)
+        parser.set_defaults(clip_grad=0.25)
+
+    words = [word for word in ARGV if word not in ("--train-iters", "4", "--lr", "0.01", "--global-batch-size")]
+    monkeypatch.setattr(sys, "argv", ["program", *words, "--engine-flag", "7", "--my-flag", "5"])
+    args = use(".arguments", "parse_args")(add, ignore_unknown_args=True)
+    assert (args.my_flag, args.clip_grad, args.lr, args.train_iters, args.iteration) == (5, 0.25, None, None, 0)
+    for name in ("align_param_gather", "dist_ckpt_save_pre_mcore_014", "heterogeneous_layers_config_path", "yaml_cfg"):
+        assert hasattr(args, name), name
+    check = use(".arguments", "validate_args")
+    args.world_size, args.variable_seq_lengths, args.tensor_model_parallel_size = 4, True, 2
+    assert check(args).data_parallel_size == 2 and args.global_batch_size == 4
+    config = resolve("megatron.training.arguments", "core_transformer_config_from_args")(args)
+    assert config.variable_seq_lengths and config.tensor_model_parallel_size == 2
+    args.mrope_section = "1"
+    with pytest.raises(ConfigError, match="mrope_section"):
+        check(args)
