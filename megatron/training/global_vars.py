@@ -40,6 +40,26 @@ def get_timers() -> Timers:
     return _present(CurrentRun.timers, "get_timers")
 
 
+def get_tensorboard_writer() -> None:
+    """None: a run's own log is written by itself (--tensorboard-dir); a loop of one's own makes its writer."""
+
+
+def get_wandb_writer() -> None:
+    """None, as above (--wandb-project)."""
+
+
+def get_one_logger() -> None:
+    """None: there is no such service."""
+
+
+def get_adlr_autoresume() -> None:
+    """None: there is no such service."""
+
+
+def get_signal_handler() -> None:
+    """None: --exit-signal-handler is watched by pretrain()'s loop."""
+
+
 def print_rank_0(message: object, rank: int | None = None) -> None:
     """Print on the first rank only. rank: this process's, where torch.distributed cannot be asked yet."""
     # Before the groups exist, and in a run of one process, there is only one rank to print.

@@ -11,6 +11,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.core import parallel_state
+from megatron.core.device import get_rng_state, set_rng_state
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -42,7 +44,7 @@ def parse_and_validate_args(
     every problem; what only our own loop needs, such as --lr, may be missing."""
     words = drop_unknown(sys.argv[1:], extra_args_provider) if ignore_unknown_args else None
     args = as_namespace(read_command_line(extra_args_provider, args_defaults or {}, trains=False, words=words))
-    set_args(args)
+    set_global_variables(args, build_tokenizer=args.tokenizer_type is not None)
     return args
 
 
@@ -114,20 +116,36 @@ def initialize_megatron(
     get_position_embedding_ranks: None = None,
     store: None = None,
     skip_model_parallel_init: bool = False,
+    seed_pp_group: None = None,
+    seed_dp_group: None = None,
+    seed_tp_group: None = None,
+    seed_ep_group: None = None,
+    seed_etp_group: None = None,
+    skip_random_seed: bool = False,
 ) -> Callable[[], None] | None:
     """Join the job, make the process groups and seed, as the arguments of get_args() say.
 
     allow_no_cuda: a computer without a GPU is always allowed. skip_mpu_initialization, skip_model_parallel_init: do
-    nothing now, and return the function that does it. The others: of upstream's signature, None.
+    nothing now, and return the function that does it. skip_random_seed: leave random numbers as they are. The others:
+    of upstream's signature, None. Raises ValueError where one of them is given.
     """
     # None, as upstream's callers leave them, is fine; a value would be ignored, so it is refused.
-    for name, value in (("get_embedding_ranks", get_embedding_ranks), ("store", store)):
+    others = {
+        "get_embedding_ranks": get_embedding_ranks, "get_position_embedding_ranks": get_position_embedding_ranks,
+        "store": store, "seed_pp_group": seed_pp_group, "seed_dp_group": seed_dp_group, "seed_tp_group": seed_tp_group,
+        "seed_ep_group": seed_ep_group, "seed_etp_group": seed_etp_group,
+    }  # fmt: skip
+    for name, value in others.items():
         if value is not None:
             raise ValueError(f"initialize_megatron() has no use for {name}; leave it out")
 
     def join() -> None:
         args = get_args()
+        states = (get_rng_state(), get_cuda_rng_tracker().get_states())
         process = initialize(make_run_config(args))
+        if skip_random_seed:
+            set_rng_state(states[0])
+            get_cuda_rng_tracker().set_states(states[1])
         if process.launch.rank == 0:
             for note in process.notes:
                 print(f"note: {note}", flush=True)
