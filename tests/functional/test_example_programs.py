@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""examples/programs: reinforcement learning, weights handed over, and lm-evaluation-harness as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.functional.pretrain_runs import ROOT, environment, finish
+from tests.parallel.harness import run_distributed
+from tests.programs import Program
+
+EXAMPLES = "examples/programs"
+TASK = """\
+task: local_choice
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{q}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{gold}}}}"
+metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
+"""
+
+
+def run(program: str, *flags: str | Path, **variables: str) -> str:
+    done = finish([Program([f"{EXAMPLES}/{program}", *flags], environment(variables), ROOT)])[0]
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama with a tokenizer."""
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    from tests.support.huggingface_models import SIZES, randomised
+
+    directory = tmp_path_factory.mktemp("hf")
+    alphabet = ["<eod>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eod>").save_pretrained(directory)
+    sizes = SIZES | {"vocab_size": len(alphabet), "max_position_embeddings": 128}
+    config = transformers.LlamaConfig(**sizes, eos_token_id=0, bos_token_id=0)
+    randomised(transformers.LlamaForCausalLM(config)).save_pretrained(directory)
+    return directory
+
+
+def learn(steps: int, tensor_parallel: int) -> list[float]:
+    """Rewards of the example's steps, on this process."""
+    torch.set_num_threads(1)
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("reinforce", ROOT / EXAMPLES / "reinforce.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    rewards: list[float] = module.learn(steps, tensor_parallel)
+    return rewards
+
+
+def test_reinforcement_learning_improves_its_reward_and_does_so_on_every_layout() -> None:
+    (alone,) = run_distributed(learn, 1, 24, 1)
+    assert sum(alone[:4]) / 4 < 0.6 and sum(alone[-4:]) / 4 > sum(alone[:4]) / 4 + 0.1
+    for rewards in run_distributed(learn, 2, 3, 2):
+        assert rewards == pytest.approx(alone[:3], abs=1e-6)
+    first, second = run_distributed(learn, 2, 3, 1)
+    assert first == second and all(0.4 < reward < 0.7 for reward in first)
+
+
+def test_weights_are_handed_to_a_hugging_face_model(model: Path) -> None:
+    printed = run("sync_weights.py", "--model", model)
+    found = re.search(r"losses ([\d. ]+); logits apart by (\S+); left out: \[\]", printed)
+    assert found is not None, printed
+    losses = [float(loss) for loss in found[1].split()]
+    assert losses == sorted(losses, reverse=True) and len(losses) == 3 and float(found[2]) < 1e-5
+
+
+def test_lm_evaluation_harness_gives_what_it_gives_for_hugging_face(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    from megatron.hf.convert import main as convert
+
+    checkpoint, tasks = tmp_path / "checkpoint", tmp_path / "tasks"
+    assert (
+        convert(
+            ["--source", "hf", "--target", "megatron", "--input-path", str(model), "--output-path", str(checkpoint)]
+        )
+        == 0
+    )
+    tasks.mkdir()
+    questions = [
+        {"q": f"{word} sat on the", "choices": ["mat", "red hill", "dog"], "gold": number % 3}
+        for number, word in enumerate(["the cat", "a", "over", "many small dogs"])
+    ]
+    (tasks / "data.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    (tasks / "local.yaml").write_text(TASK.format(data=tasks / "data.jsonl"))
+    asked = ["--tasks", "local_choice", "--include_path", tasks, "--batch_size", "2", "--log_samples"]
+    ours = f"load={checkpoint},tokenizer_model={model},seq_length=64"
+    theirs = f"pretrained={model},dtype=float32,max_length=64"
+    found: dict[str, Any] = {}
+    for name, arguments, more in (("megatron_lm", ours, []), ("hf", theirs, ["--device", "cpu"])):
+        output = tmp_path / name
+        run(
+            "evaluate_with_lm_eval.py", "--model", name, "--model_args", arguments, *asked, *more,
+            "--output_path", output, HF_HUB_OFFLINE="1", HF_DATASETS_CACHE=str(tmp_path / "cache"),
+        )  # fmt: skip
+        found[name] = [
+            [response[0][0] for response in json.loads(line)["resps"]]
+            for file in sorted(output.rglob("samples_*.jsonl"))
+            for line in file.read_text().splitlines()
+        ]
+    assert len(found["hf"]) == len(questions) and len(found["hf"][0]) == 3
+    for mine, reference in zip(found["megatron_lm"], found["hf"], strict=True):
+        assert [float(value) for value in mine] == pytest.approx([float(value) for value in reference], abs=1e-4)
+        assert all(math.isfinite(float(value)) for value in mine)
