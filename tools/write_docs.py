@@ -192,15 +192,42 @@ def show_upstream_names(words: str, page: Path) -> str:
     from megatron.training.upstream.table import TRAINING_NAMES
 
     absent = {**CORE_NAMES.absent, **TRAINING_NAMES.absent}
+    absent |= {f"{module}.{name}": text for module, names in CORE_NAMES.refused.items() for name, text in names.items()}
     defined = {**CORE_NAMES.defined, **TRAINING_NAMES.defined}
+    tables = ("public_names", "program_names")
+    names: set[tuple[str, str]] = set()
+    for table in tables:
+        with (ROOT / f"tests/golden/data/{table}.tsv").open(encoding="utf-8", newline="") as file:
+            names |= {(row["module"], row["name"]) for row in csv.DictReader(file, delimiter="\t")}
     rows = ["| module | name | here |", "|---|---|---|"]
-    with (ROOT / "tests/golden/data/public_names.tsv").open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file, delimiter="\t"):
-            module, name = row["module"], row["name"]
-            sentence = next((absent[part] for part in list_prefixes(f"{module}.{name}") if part in absent), None)
-            place = defined.get(module, {}).get(name)
-            here = sentence or ("the same" if place in (None, module) else f"the same; defined in `{place}`")
-            rows.append(f"| `{module}` | `{name}` | {escape(here)} |")
+    for module, name in sorted(names):
+        sentence = next((absent[part] for part in list_prefixes(f"{module}.{name}") if part in absent), None)
+        place = defined.get(module, {}).get(name)
+        here = sentence or ("the same" if place in (None, module) else f"the same; defined in `{place}`")
+        can_import = sentence is not None and name in CORE_NAMES.refused.get(module, {})
+        rows.append(f"| `{module}` | `{name}` | {'refuses when called: ' if can_import else ''}{escape(here)} |")
+    return "\n".join(rows)
+
+
+def show_program_counts(words: str, page: Path) -> str:
+    """`program-counts`: how many of the names that each program imports resolve here, and how many only refuse."""
+    from megatron.core.upstream.table import CORE_NAMES
+
+    with (ROOT / "tests/golden/data/program_names.tsv").open(encoding="utf-8", newline="") as file:
+        imported = list(csv.DictReader(file, delimiter="\t"))
+    tried = {
+        "lm-eval": "the package itself, on a local task",
+        "slime": "its calls, in tests of ours",
+        "verl": "its calls, in tests of ours",
+        "mbridge": "its calls, in tests of ours",
+    }
+    rows = ["| program | names that resolve | of these refuse when called | what was tried |", "|---|---|---|---|"]
+    for program in ("lm-eval", "slime", "verl", "mbridge", "mcore-bridge", "ms-swift", "nemo-rl", "modelopt"):
+        own = [row for row in imported if program in row["programs"].split(",")]
+        missing = [row for row in own if row["name"] == "unified_memory"]
+        refused = [row for row in own if row["name"] in CORE_NAMES.refused.get(row["module"], {})]
+        counts = f"{len(own) - len(missing)} of {len(own)} | {len(refused)}"
+        rows.append(f"| {program} | {counts} | {tried.get(program, 'imports alone')} |")
     return "\n".join(rows)
 
 
@@ -222,6 +249,7 @@ PARTS: dict[str, Callable[[str, Path], str]] = {
     "network-variables": show_network_variables,
     "upstream-flags": show_upstream_flags,
     "upstream-names": show_upstream_names,
+    "program-counts": show_program_counts,
 }
 
 WITHOUT_PROGRAMS = frozenset(PARTS) - {"output"}

@@ -5,8 +5,8 @@
     python examples/programs/evaluate_with_lm_eval.py --model megatron_lm --tasks arc_easy \
         --model_args load=CHECKPOINTS,tokenizer_model=TOKENIZER,seq_length=2048
 
-With a GPU this is `python -m lm_eval` and nothing else. That model names a GPU and bf16 by itself; without a GPU both are
-replaced here from outside, so that a checkpoint can be evaluated anywhere, in float32.
+With a GPU this is `python -m lm_eval` and nothing else. That model names a GPU and bf16 by itself; without a GPU both
+are replaced here from outside, so that a checkpoint can be evaluated anywhere, in float32.
 """
 
 from __future__ import annotations

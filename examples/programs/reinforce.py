@@ -5,10 +5,10 @@
     torchrun --nproc-per-node 2 examples/programs/reinforce.py
     torchrun --nproc-per-node 2 examples/programs/reinforce.py --tensor-model-parallel-size 2
 
-A text gets the share of its tokens that are larger than the token before as its reward. A tiny random GPT begins at about a
-half, as chance has it; after 40 steps, in less than a minute on a CPU, it is above 0.9. The form is that of slime's and verl's trainers: groups of
-samples per prompt, log-probabilities by a forward-only pass, packed sequences, a clipped loss (Schulman et al., 2017,
-equation 7) with advantages inside each group (Shao et al., 2024, section 4.1.2).
+A text gets the share of its tokens that are larger than the token before as its reward. A tiny random GPT begins at
+about a half, as chance has it; after 40 steps, in less than a minute on a CPU, it is above 0.9. The form is that of
+slime's and verl's trainers: groups of samples per prompt, log-probabilities by a forward-only pass, packed sequences, a
+clipped loss (Schulman et al., 2017, equation 7) with advantages inside each group (Shao et al., 2024, section 4.1.2).
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     python examples/programs/sync_weights.py --model Llama-3.1-8B
     torchrun --nproc-per-node 2 examples/programs/sync_weights.py --model Llama-3.1-8B
 
-A rollout engine, or a Hugging Face model as here, gets every tensor under its own name from `export_weights`, whole, one by
-one, without a file in between; what it then computes is what the trained model computes.
+A rollout engine, or a Hugging Face model as here, gets every tensor under its own name from `export_weights`, whole,
+one by one, without a file in between; what it then computes is what the trained model computes.
 """
 
 from __future__ import annotations

@@ -270,6 +270,26 @@ def get_pipeline_model_parallel_prev_rank() -> int:
     return group_ranks(_groups().pp)[_groups().pp.rank() - 1]
 
 
+def get_pipeline_model_parallel_split_rank() -> int | None:
+    """Stage where the decoder of an encoder-decoder pipeline begins: None, there is no such pipeline."""
+    return None
+
+
+def is_pipeline_stage_before_split(rank: int | None = None) -> bool:
+    """Whether a stage holds encoder layers, as far as there is a split: True without one."""
+    return True
+
+
+def is_pipeline_stage_after_split(rank: int | None = None) -> bool:
+    """Whether a stage holds decoder layers, as far as there is a split: True without one."""
+    return True
+
+
+def get_tensor_and_context_parallel_rank() -> int:
+    """This process's place among those of one stage that work on the same samples."""
+    return _groups().tp_cp.rank()
+
+
 def get_model_parallel_group(check_initialized: bool = True) -> Any:
     """The processes that hold one replica of the model."""
     return _find("mp", check_initialized)

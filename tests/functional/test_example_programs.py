@@ -88,15 +88,11 @@ def test_weights_are_handed_to_a_hugging_face_model(model: Path) -> None:
 
 def test_lm_evaluation_harness_gives_what_it_gives_for_hugging_face(model: Path, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
-    from megatron.hf.convert import main as convert
-
     checkpoint, tasks = tmp_path / "checkpoint", tmp_path / "tasks"
-    assert (
-        convert(
-            ["--source", "hf", "--target", "megatron", "--input-path", str(model), "--output-path", str(checkpoint)]
-        )
-        == 0
-    )
+    converted = [ROOT / "megatron/hf/convert.py", "--source", "hf", "--target", "megatron", "--no-verify"]
+    paths = ["--input-path", model, "--output-path", checkpoint]
+    done = finish([Program([*converted, *paths], environment({"PYTHONPATH": str(ROOT)}), ROOT)])[0]
+    assert done.returncode == 0, done.stderr
     tasks.mkdir()
     questions = [
         {"q": f"{word} sat on the", "choices": ["mat", "red hill", "dog"], "gold": number % 3}

@@ -6,11 +6,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from megatron.core.errors import ConfigError
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+AdamOptimizerConfig = SGDOptimizerConfig = OptimizerConfig
+"""Upstream's former classes for each rule."""
+Adam = CPUAdam = torch.optim.Adam
+"""Replaced by programs around the making of an optimizer. Nothing reads them: rules are update_rules.py."""
+param_group_identifier_keys = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+"""What tells upstream's groups of parameters apart."""
 SEPARATE_GRAD_NORM_GROUPS: tuple[str, ...] = ()
 """Groups of parameters whose gradient norms are logged apart: none."""
 

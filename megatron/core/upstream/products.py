@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.errors import ConfigError
-from megatron.core.process_groups_config import Group
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -51,6 +51,26 @@ def linear_with_frozen_weight(
 def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
     """[..., d / tp] -> [..., d]; backward sums the gradients of all ranks and keeps this one's part."""
     return gather_from_sequence_parallel_region(input_.movedim(-1, 0).contiguous(), group=group).movedim(0, -1)
+
+
+def set_tensor_model_parallel_attributes(tensor: Any, is_parallel: bool, dim: int, stride: int = 1) -> None:
+    """Mark a tensor as divided along `dim`. Raises ValueError where it has marks already."""
+    if hasattr(tensor, "tensor_model_parallel"):
+        raise ValueError("the tensor has marks already; parameters of our layers get them when they are built")
+    tensor.tensor_model_parallel, tensor.partition_dim, tensor.partition_stride = is_parallel, dim, stride
+
+
+def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Any) -> None:
+    """Mark a tensor as whole, as far as it has no marks."""
+    for name, value in (("tensor_model_parallel", False), ("partition_dim", -1), ("partition_stride", 1)):
+        if not hasattr(tensor, name):
+            setattr(tensor, name, value)
+
+
+def param_is_not_tensor_parallel_duplicate(param: Any, tp_group: Group | None = None) -> bool:
+    """Whether this process's copy counts: a divided tensor's always, a whole one's on the first rank."""
+    group = tp_group if tp_group is not None else ProcessGroupCollection.current().tp
+    return bool(getattr(param, "tensor_model_parallel", False)) or group.rank() == 0
 
 
 def get_expert_parallel_rng_tracker_name() -> str:

@@ -33,6 +33,10 @@ _SPECS = (
 
 REFUSED: dict[str, dict[str, str]] = {
     "megatron.core": _all("generation keeps its state by itself: megatron.core.inference", "InferenceParams"),
+    "megatron.core.dist_checkpointing.mapping": _all(
+        "put plain values and ShardedTensors into the dictionary; apply_swiglu_sharded_factory cuts gate and up",
+        "ShardedObject", "ShardedTensorFactory",
+    ),
     "megatron.core.dist_checkpointing.strategies.filesystem_async": _all(_ASYNC, "FileSystemWriterAsync"),
     "megatron.core.dist_checkpointing.strategies.torch": _all(_ASYNC, "get_async_strategy"),
     "megatron.core.distributed": _all(_FSDP, "FullyShardedDataParallel"),
@@ -83,6 +87,10 @@ REFUSED: dict[str, dict[str, str]] = {
     "megatron.core.models.vision.clip_vit_model": _all(_IMAGES, "CLIPViTModel"),
     "megatron.core.models.vision.multimodal_projector": _all(_IMAGES, "MultimodalProjector"),
     "megatron.core.models.vision.vit_layer_specs": _all(_IMAGES, "get_vit_layer_with_transformer_engine_spec"),
+    "megatron.core.optimizer": _all(
+        "other options for chosen parameters are get_megatron_optimizer(config_overrides={ParamKey: ...})",
+        "_get_param_groups",
+    ),
     "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": _all(
         "the state lies on the host by --optimizer-cpu-offload", "HybridDeviceOptimizer"
     ),
@@ -106,6 +114,9 @@ REFUSED: dict[str, dict[str, str]] = {
     "megatron.core.transformer.enums": _all(_GRAPHS, "InferenceCudaGraphScope"),
     "megatron.core.transformer.experimental_attention_variant.dsa": _all(
         _OTHER_ATTENTION, "DSAIndexerLossLoggingHelper", "fused_qk_topk_naive", "rotate_activation"
+    ),
+    "megatron.core.transformer.moe.experts": _all(
+        "the experts of a layer are one class, Experts, whose weights are stacked", "SequentialMLP", "TEGroupedMLP"
     ),
     "megatron.core.transformer.moe.fused_a2a": _all(_EXCHANGE, "fused_combine", "get_buffer", "get_hidden_bytes"),
     "megatron.core.transformer.moe.moe_logging": _all(_BALANCE, "get_moe_metrics_tracker"),

@@ -147,10 +147,22 @@ DEFINED: dict[str, dict[str, str]] = {
 }
 
 
+_MARKS = (
+    "param_is_not_tensor_parallel_duplicate",
+    "set_defaults_if_not_set_tensor_model_parallel_attributes",
+    "set_tensor_model_parallel_attributes",
+)
+
 # What programs import that are built upon megatron.core, beside its own scripts.
 _FOR_PROGRAMS: dict[str, dict[str, str]] = {
     "megatron.core.config_logger": _in(_PROCESS, "has_config_logger_enabled", "log_config_to_disk"),
     "megatron.core.dist_checkpointing.strategies.common": _in(_CHECKPOINTS, "COMMON_STATE_FNAME"),
+    "megatron.core.dist_checkpointing.serialization": _in(
+        _CHECKPOINTS, "StrictHandling", "get_default_load_sharded_strategy", "get_default_save_sharded_strategy"
+    ),
+    "megatron.core.dist_checkpointing.strategies.fully_parallel": _in(_CHECKPOINTS, "FullyParallelSaveStrategyWrapper"),
+    "megatron.core.dist_checkpointing.strategies.torch": _in(_CHECKPOINTS, "TorchDistSaveShardedStrategy"),
+    "megatron.core.dist_checkpointing.validation": _in(_CHECKPOINTS, "StrictHandling"),
     "megatron.core.dist_checkpointing.utils": _in(_SHARDED, "apply_prefix_mapping", "replace_prefix_for_sharding"),
     "megatron.core.distributed.fsdp": _in("megatron.core.distributed", "FullyShardedDataParallel"),
     "megatron.core.distributed.fsdp.mcore_fsdp_adapter": _in("megatron.core.distributed", "FullyShardedDataParallel"),
@@ -175,6 +187,11 @@ _FOR_PROGRAMS: dict[str, dict[str, str]] = {
         "MLPSubmodules": "megatron.core.transformer.mlp",
         "get_moe_module_spec": "megatron.core.models.gpt.gpt_layer_specs",
     },
+    "megatron.core.optimizer": _in(
+        _OPTIMIZERS, "Adam", "AdamOptimizerConfig", "CPUAdam", "SGDOptimizerConfig", "param_group_identifier_keys"
+    ),
+    "megatron.core.optimizer.distrib_optimizer": _in(_OPTIMIZERS, "Adam")
+    | _in("megatron.core.optimizer.megatron_optimizer", "DistributedOptimizer"),
     "megatron.core.optimizer.muon": _in(_OPTIMIZERS, "get_megatron_muon_optimizer"),
     "megatron.core.optimizer.optimizer": _in(_OPTIMIZERS, "SEPARATE_GRAD_NORM_GROUPS"),
     "megatron.core.parallel_state": _in(_PROCESS, "RankGenerator", "create_group"),
@@ -191,8 +208,10 @@ _FOR_PROGRAMS: dict[str, dict[str, str]] = {
         "destroy_rerun_state_machine",
         "get_rerun_state_machine",
     ),
-    "megatron.core.tensor_parallel": _in(_PRODUCTS, "all_gather_last_dim_from_tensor_parallel_region"),
-    "megatron.core.tensor_parallel.layers": _in(_PRODUCTS, "linear_with_frozen_weight"),
+    "megatron.core.tensor_parallel": _in(_PRODUCTS, "all_gather_last_dim_from_tensor_parallel_region", *_MARKS),
+    "megatron.core.tensor_parallel.layers": _in(_PRODUCTS, "linear_with_frozen_weight", *_MARKS),
+    "megatron.core.transformer": _in("megatron.core.upstream.configs", "MLATransformerConfig"),
+    "megatron.core.transformer.transformer_config": _in("megatron.core.upstream.configs", "MLATransformerConfig"),
     "megatron.core.tensor_parallel.random": _in(
         _PRODUCTS,
         "_CUDA_RNG_STATE_TRACKER",

@@ -23,11 +23,14 @@ from megatron.core.placement import get_placement
 from megatron.core.plan.stages import build_pipeline_layout, build_virtual_stages
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.stacked_parameters import list_parameters
+from megatron.core.tensor_parallel.parameters import declare_vocabulary
 from megatron.core.upstream.batches import get_num_microbatches
-from megatron.core.upstream.modules import Float16Module
+from megatron.core.upstream.modules import Float16Module, unwrap_model
 from megatron.training.arguments import make_run_config
 from megatron.training.config.container import RunConfig
+from megatron.training.current_run import CurrentRun
 from megatron.training.global_vars import get_args
+from megatron.training.recipes.vocabulary import compute_vocab_size
 from megatron.training.setup import build_scheduler, tie_chunks
 from megatron.training.upstream.checkpoints import load_checkpoint
 
@@ -66,11 +69,17 @@ def get_model(
         chunks.append(chunk)
     # Before wrapping: flat buffers take every parameter once.
     tie_chunks(chunks)
+    if CurrentRun.tokenizer is not None:
+        # Rows that pad the vocabulary are no tokens: checkpoints do not hold them.
+        for chunk in chunks:
+            declare_vocabulary(chunk, compute_vocab_size(run_config, CurrentRun.tokenizer))
     if config.bf16 or config.fp16:
         chunks = [Float16Module(getattr(chunk, "config", config), chunk) for chunk in chunks]
         for chunk in chunks:
             chunk.model_type = model_type  # type: ignore[assignment]
     if not wrap_with_ddp:
+        for chunk in chunks:
+            chunk.register_forward_hook(_hide_padding)
         return chunks
     wrapped = [
         DistributedDataParallel(getattr(chunk, "config", config), run_config.ddp, chunk, pg_collection=groups)
@@ -79,6 +88,24 @@ def get_model(
     for chunk, outside in zip(chunks, wrapped, strict=True):
         outside.model_type, outside.vp_stage = model_type, getattr(chunk, "vp_stage", None)  # type: ignore[assignment]
     return wrapped
+
+
+def _hide_padding(model: nn.Module, inputs: Any, output: Any) -> Any:
+    """Logits [b, s, v] of an evaluated model, as low as can be where rows only pad the vocabulary: probabilities are
+    then of tokens, as they are of the exported model, which has no such rows."""
+    inner = unwrap_model(model)
+    if model.training or not getattr(inner, "post_process", False) or output.dim() != 3:
+        return output
+    placements = [get_placement(param, name) for name, param in inner.named_parameters()]
+    vocabulary = [placement for placement in placements if placement.is_vocabulary and placement.valid_rows is not None]
+    if not vocabulary or output.shape[-1] < vocabulary[-1].local_shape[0]:
+        return output
+    last, rows = vocabulary[-1], output.shape[-1]
+    # All of them, or this rank's part.
+    first = 0 if rows == last.full_shape[0] else ProcessGroupCollection.current().tp.rank() * rows
+    tokens = min(max((last.valid_rows or 0) - first, 0), rows)
+    lowest = torch.finfo(output.dtype).min
+    return output if tokens == rows else nn.functional.pad(output[..., :tokens], (0, rows - tokens), value=lowest)
 
 
 def setup_model_and_optimizer(

@@ -323,6 +323,56 @@ def test_products() -> None:
     assert use("tensor_parallel.random", "get_expert_parallel_rng_tracker_name")() == "expert-parallel-rng"
 
 
+def test_marks() -> None:
+    fill, mark, counts = use(
+        "tensor_parallel",
+        "set_defaults_if_not_set_tensor_model_parallel_attributes", "set_tensor_model_parallel_attributes",
+        "param_is_not_tensor_parallel_duplicate",
+    )  # fmt: skip
+    whole, divided = nn.Parameter(randn(2)), nn.Parameter(randn(2))
+    mark(divided, True, 1, 1)
+    for param in (whole, divided):
+        fill(param)
+    assert [whole.tensor_model_parallel, whole.partition_dim, whole.partition_stride] == [False, -1, 1]  # type: ignore[attr-defined]
+    assert [divided.tensor_model_parallel, divided.partition_dim] == [True, 1]  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="marks already"):
+        mark(divided, True, 0, 1)
+    first, second = SimpleNamespace(rank=lambda: 0), SimpleNamespace(rank=lambda: 1)
+    assert [counts(x, g) for x in (whole, divided) for g in (first, second)] == [True, False, True, True]
+
+
+def test_strategies(tmp_path: Path) -> None:
+    save, load, strict = use(
+        "dist_checkpointing.serialization",
+        "get_default_save_sharded_strategy", "get_default_load_sharded_strategy", "StrictHandling",
+    )  # fmt: skip
+    whole = use("dist_checkpointing.strategies.fully_parallel", "FullyParallelSaveStrategyWrapper")
+    tensor = use("dist_checkpointing.mapping", "ShardedTensor")
+    strategy = whole(save("torch_dist"), ProcessGroupCollection.current().dp, True)
+    checkpointing = use("dist_checkpointing", "save", "load")
+    checkpointing[0]({"a": tensor.whole("a", randn(3)), "n": 4}, tmp_path / "c", sharded_strategy=strategy)
+    wanted = {"a": tensor.whole("a", torch.zeros(3))}
+    found = checkpointing[1](wanted, tmp_path / "c", sharded_strategy=load(tmp_path / "c"), strict=strict.LOG_ALL)
+    assert torch.equal(found["a"], randn(3)) and found["n"] == 4
+    with pytest.raises(ConfigError, match="return_all"):
+        checkpointing[1](wanted, tmp_path / "c", strict=strict.RETURN_ALL)
+    with pytest.raises(ConfigError, match="zarr"):
+        save("zarr")
+
+
+def test_one_class_for_several() -> None:
+    config = use("transformer", "MLATransformerConfig")(**SHAPE)
+    assert config.multi_latent_attention and isinstance(config, TransformerConfig)
+    adam, options = use("optimizer", "AdamOptimizerConfig", "OptimizerConfig")
+    assert adam is options and "lr_mult" in use("optimizer", "param_group_identifier_keys")
+    assert use("optimizer", "Adam") is use("optimizer.distrib_optimizer", "Adam") is use("optimizer", "CPUAdam")
+    before, after, split, rank = use(
+        "parallel_state", "is_pipeline_stage_before_split", "is_pipeline_stage_after_split",
+        "get_pipeline_model_parallel_split_rank", "get_tensor_and_context_parallel_rank",
+    )  # fmt: skip
+    assert before() and after() and split() is None and rank() == 0
+
+
 def test_specs() -> None:
     provider = use("extensions.transformer_engine_spec_provider", "TESpecProvider")()
     layers = use(
