@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0 (written by tools/write_stubs.py)
+from typing import Any, NoReturn
+class BaseInferenceContext:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+class StaticInferenceContext:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...

@@ -1,0 +1,3 @@
+# SPDX-License-Identifier: Apache-2.0 (written by tools/write_stubs.py)
+from typing import Any, NoReturn
+def build_inference_pg_collection(*args: Any, **kwargs: Any) -> NoReturn: ...

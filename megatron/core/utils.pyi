@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0 (written by tools/write_stubs.py)
+from megatron.core.upstream.batches import flatten_batch_for_packed_sequences as flatten_batch_for_packed_sequences, get_batch_on_this_cp_rank as get_batch_on_this_cp_rank, get_batch_on_this_tp_rank as get_batch_on_this_tp_rank
+from megatron.core.upstream.functions import deprecated as deprecated, divide as divide, experimental_api as experimental_api, get_te_version as get_te_version, get_torch_version as get_torch_version, internal_api as internal_api, trace_async_exceptions as trace_async_exceptions
+from megatron.core.upstream.modules import get_attr_wrapped_model as get_attr_wrapped_model, get_model_config as get_model_config, unwrap_model as unwrap_model
+from megatron.core.upstream.process_tools import WrappedTensor as WrappedTensor, check_param_hashes_across_dp_replicas as check_param_hashes_across_dp_replicas, deprecate_inference_params as deprecate_inference_params, get_pg_rank as get_pg_rank, get_pg_size as get_pg_size, get_tensor_model_parallel_group_if_none as get_tensor_model_parallel_group_if_none, is_fa_min_version as is_fa_min_version, is_te_min_version as is_te_min_version, is_torch_min_version as is_torch_min_version, make_viewless_tensor as make_viewless_tensor, nvtx_range_pop as nvtx_range_pop, nvtx_range_push as nvtx_range_push
+from megatron.core.upstream.sharded import make_tp_sharded_tensor_for_checkpoint as make_tp_sharded_tensor_for_checkpoint
+from megatron.core.upstream.watching import StragglerDetector as StragglerDetector

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0 (written by tools/write_stubs.py)
+from megatron.training.upstream.checkpoints import get_checkpoint_name as get_checkpoint_name, get_checkpoint_tracker_filename as get_checkpoint_tracker_filename, get_load_checkpoint_path_by_args as get_load_checkpoint_path_by_args, isfile as isfile, load_args_from_checkpoint as load_args_from_checkpoint, load_checkpoint as load_checkpoint, read_metadata as read_metadata, save_checkpoint as save_checkpoint

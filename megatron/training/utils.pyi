@@ -1,0 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0 (written by tools/write_stubs.py)
+from megatron.training.global_vars import print_rank_0 as print_rank_0
+from megatron.training.upstream.batches import get_ltor_masks_and_position_ids as get_ltor_masks_and_position_ids
+from megatron.training.upstream.settings import get_blend_and_blend_per_split as get_blend_and_blend_per_split, is_first_or_last_pipeline_stage as is_first_or_last_pipeline_stage, is_hybrid_model as is_hybrid_model, is_last_rank as is_last_rank, print_rank_last as print_rank_last
+from megatron.training.upstream.steps import average_losses_across_data_parallel_group as average_losses_across_data_parallel_group, calc_params_l2_norm as calc_params_l2_norm
