@@ -219,7 +219,7 @@ def show_program_counts(words: str, page: Path) -> str:
         "lm-eval": "the package itself, on a local task",
         "slime": "its calls, in tests of ours",
         "verl": "its calls, in tests of ours",
-        "mbridge": "its calls, in tests of ours",
+        "mbridge": "marks and names of weights, in tests of ours",
     }
     rows = ["| program | names that resolve | of these refuse when called | what was tried |", "|---|---|---|---|"]
     for program in ("lm-eval", "slime", "verl", "mbridge", "mcore-bridge", "ms-swift", "nemo-rl", "modelopt"):

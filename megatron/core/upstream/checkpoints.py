@@ -66,62 +66,6 @@ def verify_checkpoint(checkpoint_dir: str | Path) -> None:
         raise CheckpointError(f"{checkpoint_dir} holds no checkpoint")
 
 
-class StrictHandling(enum.StrEnum):
-    """What load() does where a checkpoint holds more than was asked for: with RAISE_ALL it refuses, with RETURN_... it
-    refuses the wish, with all others the rest is left alone. What is missing is always refused."""
-
-    ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
-    LOG_UNEXPECTED = "log_unexpected"
-    LOG_ALL = "log_all"
-    RAISE_UNEXPECTED = "raise_unexpected"
-    RAISE_ALL = "raise_all"
-    RETURN_UNEXPECTED = "return_unexpected"
-    RETURN_ALL = "return_all"
-    IGNORE_ALL = "ignore_all"
-
-
-class TorchDistSaveShardedStrategy:
-    """The one way to save, as an object that dist_checkpointing.save takes."""
-
-    def __init__(
-        self, backend: str = "torch_dist", version: int = 1, keep_only_main_replica: bool = True, thread_count: int = 2
-    ) -> None:
-        """keep_only_main_replica, thread_count: of upstream's signature; each box is written once, by one process.
-        Raises ConfigError for another backend or version."""
-        if (backend, version) != ("torch_dist", 1):
-            raise ConfigError(f"checkpoints have one format here, torch_dist 1; found {backend} {version}")
-        self.backend, self.version, self.thread_count = backend, version, thread_count
-
-    def save(self, sharded_state_dict: Mapping[str, Any], checkpoint_dir: str | Path) -> None:
-        """As dist_checkpointing.save."""
-        state_dicts.save(sharded_state_dict, checkpoint_dir)
-
-
-class FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy):
-    """Upstream's way to share the writing among replicas, which is always shared here."""
-
-    def __init__(
-        self,
-        strategy: TorchDistSaveShardedStrategy,
-        parallelization_group: Group | None = None,
-        do_cache_distribution: bool = False,
-    ) -> None:
-        super().__init__()
-        self.base_strategy, self.parallelization_group = strategy, parallelization_group
-
-
-def get_default_save_sharded_strategy(backend: str = "torch_dist", version: int = 1) -> TorchDistSaveShardedStrategy:
-    """The way to save. Raises ConfigError for another format."""
-    return TorchDistSaveShardedStrategy(backend, version)
-
-
-def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> TorchDistLoadShardedStrategy:
-    """The way to load. Raises CheckpointError where the directory holds no checkpoint."""
-    if find_checkpoint(Path(checkpoint_dir)) is None:
-        raise CheckpointError(f"{checkpoint_dir} holds no checkpoint")
-    return TorchDistLoadShardedStrategy()
-
-
 class TorchDistLoadShardedStrategy:
     """The one way to load, as an object. cache_metadata, checkpoint_name: of upstream's signature."""
 

@@ -34,8 +34,7 @@ _SPECS = (
 REFUSED: dict[str, dict[str, str]] = {
     "megatron.core": _all("generation keeps its state by itself: megatron.core.inference", "InferenceParams"),
     "megatron.core.dist_checkpointing.mapping": _all(
-        "put plain values and ShardedTensors into the dictionary; apply_swiglu_sharded_factory cuts gate and up",
-        "ShardedObject", "ShardedTensorFactory",
+        "apply_swiglu_sharded_factory cuts gate and up apart", "ShardedTensorFactory"
     ),
     "megatron.core.dist_checkpointing.strategies.filesystem_async": _all(_ASYNC, "FileSystemWriterAsync"),
     "megatron.core.dist_checkpointing.strategies.torch": _all(_ASYNC, "get_async_strategy"),

@@ -157,12 +157,6 @@ _MARKS = (
 _FOR_PROGRAMS: dict[str, dict[str, str]] = {
     "megatron.core.config_logger": _in(_PROCESS, "has_config_logger_enabled", "log_config_to_disk"),
     "megatron.core.dist_checkpointing.strategies.common": _in(_CHECKPOINTS, "COMMON_STATE_FNAME"),
-    "megatron.core.dist_checkpointing.serialization": _in(
-        _CHECKPOINTS, "StrictHandling", "get_default_load_sharded_strategy", "get_default_save_sharded_strategy"
-    ),
-    "megatron.core.dist_checkpointing.strategies.fully_parallel": _in(_CHECKPOINTS, "FullyParallelSaveStrategyWrapper"),
-    "megatron.core.dist_checkpointing.strategies.torch": _in(_CHECKPOINTS, "TorchDistSaveShardedStrategy"),
-    "megatron.core.dist_checkpointing.validation": _in(_CHECKPOINTS, "StrictHandling"),
     "megatron.core.dist_checkpointing.utils": _in(_SHARDED, "apply_prefix_mapping", "replace_prefix_for_sharding"),
     "megatron.core.distributed.fsdp": _in("megatron.core.distributed", "FullyShardedDataParallel"),
     "megatron.core.distributed.fsdp.mcore_fsdp_adapter": _in("megatron.core.distributed", "FullyShardedDataParallel"),

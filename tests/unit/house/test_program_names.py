@@ -7,6 +7,7 @@ What is missing is listed, so that nothing goes missing unnoticed.
 
 from __future__ import annotations
 
+import ast
 import csv
 import importlib
 from collections import Counter
@@ -17,6 +18,8 @@ import pytest
 
 from megatron.core.errors import UnsupportedError
 from megatron.core.upstream.table import CORE_NAMES
+from tests.support.source_code import ROOT
+from tools.write_stubs import list_stubs
 
 ROWS = list(csv.DictReader((Path(__file__).parents[2] / "golden/data/program_names.tsv").open(), delimiter="\t"))
 AT_LEAST = {
@@ -54,6 +57,17 @@ def test_names_of_each_program_resolve() -> None:
             counts.update(row["programs"].split(","))
     assert missing == MISSING
     assert {program: counts[program] for program, least in AT_LEAST.items() if counts[program] < least} == {}
+
+
+def test_stubs_are_current_and_import_what_is_there() -> None:
+    stubs = list_stubs()
+    assert {path for path, text in stubs.items() if not path.exists() or path.read_text() != text} == set()
+    assert {path for path in (ROOT / "megatron").rglob("*.pyi")} == set(stubs)
+    for path, text in stubs.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and node.module != "typing":
+                for alias in node.names:
+                    assert find(str(node.module), alias.name) is not find, path
 
 
 @pytest.mark.parametrize("module", CORE_NAMES.refused)
