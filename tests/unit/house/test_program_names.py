@@ -62,7 +62,7 @@ def test_names_of_each_program_resolve() -> None:
 def test_stubs_are_current_and_import_what_is_there() -> None:
     stubs = list_stubs()
     assert {path for path, text in stubs.items() if not path.exists() or path.read_text() != text} == set()
-    assert {path for path in (ROOT / "megatron").rglob("*.pyi")} == set(stubs)
+    assert set((ROOT / "megatron").rglob("*.pyi")) == set(stubs)
     for path, text in stubs.items():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ImportFrom) and node.module != "typing":

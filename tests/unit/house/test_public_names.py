@@ -31,6 +31,7 @@ OTHER_PARAMETERS = {
 }
 """Names whose parameters differ from upstream's in more than being fewer, and why."""
 LEFT_OUT = {
+    "TELinear": "gtp_remat_group gtp_replica_group",
     "ColumnParallelLinear": "stride keep_master_weight_for_test embedding_activation_buffer grad_output_buffer "
     "is_expert tp_comm_buffer_name disable_grad_reduce name output_dtype pg_collection",
     "Attention": "pp_layer_offset name",
@@ -43,7 +44,6 @@ LEFT_OUT = {
     "get_batch_on_this_tp_rank": "has_cu_seqlens is_hybrid_cp create_attention_mask_in_dataloader cp_size tp_rank "
     "micro_batch_size seq_length mtp_on_this_rank pipeline_model_parallel_size is_pipeline_first_stage "
     "is_pipeline_last_stage",
-    "initialize_megatron": "seed_pp_group seed_dp_group seed_tp_group seed_ep_group seed_etp_group skip_random_seed",
     "load_checkpoint": "tp_group pp_group dp_cp_group dp_group expt_dp_group rng_state_key_prefix",
     "model_parallel_cuda_manual_seed": "gtp_remat_rank egtp_remat_rank force_reset_rng gtp_remat_world_size "
     "egtp_remat_world_size",
