@@ -130,6 +130,7 @@ def draw_case(seed: int) -> LayoutCase:
     case.model += _draw_training(draw, sizes, case.optimizer, virtual)
     case.layout = _draw_layout(draw, sizes, schedule, virtual, a2a, experts)
     _make_latent(case)
+    _make_hybrid(case)
     return case
 
 
@@ -208,6 +209,47 @@ def _make_latent(case: LayoutCase) -> None:
     case.model += draw.flags
     if "--recompute-granularity=selective" in case.layout and "--recompute-modules" not in case.layout:
         case.layout += ["--recompute-modules", *draw.one(["mla_up_proj"], ["mla_up_proj", "core_attn"])]
+
+
+def _make_hybrid(case: LayoutCase) -> None:
+    """Give some cases layers of letters, with cuts and with further tokens that are predicted."""
+    draw, sizes = Draw(case.seed, "hybrid"), case.sizes
+    flags = {flag.split("=")[0]: flag for flag in case.model}
+    pieces = int(flags["--seq-length"].split("=")[1]) // (2 * sizes["cp"])
+    # A convolution reads three tokens before each piece.
+    if not draw.chance(0.35) or "--parallel-residual" in flags or (sizes["cp"] > 1 and pieces < 3):
+        return
+    parts = [flag for flag in case.layout if flag.startswith("--num-virtual-stages-per-pipeline-rank=")]
+    case.layout[:] = [flag for flag in case.layout if flag not in parts]
+    segments = sizes["pp"] * (int(parts[0].split("=")[1]) if parts else 1)
+    attention = "+" if "--multi-latent-attention" in flags else "*"
+    kinds = f"MGK{attention}-" + ("E" if "--num-experts" in flags else "")
+
+    def letters(count: int) -> str:
+        return "".join(draw.random.choices(kinds, k=count))
+
+    stages = [letters(draw.one(0, 1, 2, 3)) for _ in range(segments)]
+    is_even = "--pipeline-schedule=zb-v" in case.layout or (not parts and draw.chance(0.5))
+    if is_even:
+        stages = [letters(2 * sizes["pp"])]
+    # What the other flags are about is in the model.
+    stages[0] += "".join(kind for kind in f"{attention}E" if kind in kinds)
+    if is_even:
+        stages[0] += letters(-len(stages[0]) % (2 * sizes["pp"]))
+    prediction = f"/{letters(2)}" * draw.one(0, 0, 1, 2)
+    groups, keys = sizes["tp"] * draw.one(1, 3), sizes["tp"] * draw.one(1, 2, 3)
+    case.model[:] = [flag for flag in case.model if flag.split("=")[0] not in ("--num-layers", "--moe-layer-freq")]
+    if prediction:
+        case.model[:] = [flag for flag in case.model if not flag.startswith("--position-embedding-type")]
+        case.model.append("--position-embedding-type=rope")
+    width = draw.one(4, 6, 9)
+    case.model += [
+        f"--hybrid-layer-pattern={'|'.join(stages)}{prediction}", f"--mamba-num-groups={groups}",
+        f"--mamba-num-heads={groups * draw.one(1, 2, 3)}", f"--mamba-head-dim={draw.one(3, 5, 8)}",
+        f"--mamba-state-dim={draw.one(4, 7, 16)}", f"--linear-num-key-heads={keys}", f"--linear-num-value-heads={keys}",
+        f"--linear-key-head-dim={width}", f"--linear-value-head-dim={width}",
+        f"--linear-conv-kernel-dim={draw.one(2, 4)}",
+    ]  # fmt: skip
 
 
 def _draw_experts(draw: Draw, sizes: dict[str, int]) -> list[str]:

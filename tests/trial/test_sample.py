@@ -33,7 +33,7 @@ def judged(verdict: Verdict) -> str:
     return verdict.kind
 
 
-@pytest.mark.parametrize("seed", [0, 5, 35])
+@pytest.mark.parametrize("seed", [0, 5, 35, 17, 106])
 def test_random_layouts(seed: int) -> None:
     assert judged(judge_layout(draw_case(seed))) == "ran"
 

@@ -32,7 +32,7 @@ from megatron.core.plan.branch_kind import (
     share_of_rounded,
 )
 from megatron.core.plan.model_plan import Branch
-from megatron.core.plan.state_kinds import GATED_DELTA_NET, GATED_DELTA_NET_2, KIMI_DELTA, MAMBA
+from megatron.core.plan.state_kinds import STATE_KINDS
 
 
 def find_kind(name: str) -> BranchKind:
@@ -197,9 +197,6 @@ _KINDS: dict[str, BranchKind] = {
         ),
         BranchKind("mlp", "-", "mlp", _count_mlp, _keep_mlp),
         BranchKind("experts", "E", "mlp", _count_experts, _keep_experts),
-        MAMBA,
-        GATED_DELTA_NET,
-        GATED_DELTA_NET_2,
-        KIMI_DELTA,
+        *STATE_KINDS,
     )
 }  # fmt: skip

@@ -136,3 +136,4 @@ KIMI_DELTA = BranchKind(
     "kimi_delta", "K", "self_attention", _count_kimi, _keep_kimi, _work_with_corrections, "per sequence",
     list_kimi_sections,
 )  # fmt: skip
+STATE_KINDS = (MAMBA, GATED_DELTA_NET, GATED_DELTA_NET_2, KIMI_DELTA)
