@@ -46,12 +46,12 @@ KINDS_OF_CASES = {
 def list_cases(options: argparse.Namespace) -> Iterator[tuple[str, int]]:
     """What to try: a kind of `KINDS_OF_CASES`, and the case's seed."""
     first = options.seed * CASES_PER_SEED
-    single = any(getattr(options, kind) for kind in KINDS_OF_CASES)
+    single = options.field or any(getattr(options, kind) for kind in KINDS_OF_CASES)
     for kind in KINDS_OF_CASES:
         seeds = getattr(options, kind) if single else range(first, first + getattr(options, f"{kind}s"))
         yield from ((kind, seed) for seed in seeds)
-    if options.every_field:
-        yield from (("field", number) for number in range(len(list_every_field())))
+    fields = range(len(list_every_field())) if options.every_field else options.field
+    yield from (("field", number) for number in fields)
 
 
 def judge(kind: str, seed: int) -> tuple[str, str, Verdict]:
@@ -80,6 +80,7 @@ def main() -> int:
     for kind, (count, text) in KINDS_OF_CASES.items():
         parser.add_argument(f"--{kind}s", type=int, default=count, help=f"{text} (default: {count})")
         parser.add_argument(f"--{kind}", type=int, action="append", default=[], metavar="SEED", help="this one alone")
+    parser.add_argument("--field", type=int, action="append", default=[], metavar="NUMBER", help="one of those alone")
     parser.add_argument("--every-field", action="store_true", help="each field of config.json alone: half an hour")
     parser.add_argument("--seed", type=int, default=1, help="which cases (default: 1)")
     cases = list(list_cases(parser.parse_args()))
