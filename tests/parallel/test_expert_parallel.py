@@ -105,8 +105,12 @@ def test_layout_is_the_same_run(layout: str) -> None:
 @pytest.mark.flags("--moe-token-drop-policy", "--use-mup")
 @pytest.mark.parametrize(
     ("layout", "flags"),
-    [("tp2,ep2,etp1", "1"), (f"dp2,ep2,{ALLTOALL}", "1"), (f"tp2,sp,cp2,ep2,{LAST},{WIDE}", f"{LAST},{WIDE}")],
-)
+    [
+        ("tp2,ep2,etp1", "1"), (f"dp2,ep2,{ALLTOALL}", "1"), (f"tp2,sp,cp2,ep2,{LAST},{WIDE}", f"{LAST},{WIDE}"),
+        # Without shared experts, what comes back from the experts is what the residual is added to.
+        (f"dp2,ep2,fsdp2,{FINE},{ALLTOALL}", "1"),
+    ],
+)  # fmt: skip
 def test_choices_that_concern_all_tokens_do_not_depend_on_the_layout(layout: str, flags: str) -> None:
     """Full experts drop tokens of the whole microbatch, and a bias follows the tokens of the whole step."""
     trace = join(run_distributed(share, parse_layout(layout).world_size, layout, "picky", timeout=240.0))

@@ -152,7 +152,7 @@ def judge_precision(case: LayoutCase) -> Verdict:
 def find_limits(case: LayoutCase) -> tuple[float, float]:
     """The relative differences of the first loss, and of any, that rounding explains."""
     recipe = find_recipe(case)
-    # In the first step an expert's rows, of several replicas, have one scale; in one process each microbatch has its own.
+    # In the first step experts' rows, of several replicas, have one scale; in one process each microbatch has its own.
     scales_of_one_process = recipe == "delayed" and case.sizes.get("ep", 1) == 1
     if scales_of_one_process or all(case.sizes.get(axis, 1) == 1 for axis in ("tp", "cp", "ep")):
         return 1e-5, 1e-3

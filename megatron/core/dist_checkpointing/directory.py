@@ -24,12 +24,12 @@ import re
 import shutil
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.crash_points import reach
-from megatron.core.dist_checkpointing.durable import read_file, storage_errors, sync_directory, write_file
+from megatron.core.dist_checkpointing.durable import read_file, replace_file, storage_errors, sync_directory, write_file
 from megatron.core.dist_checkpointing.manifest import (
     MANIFEST_NAME,
     FileRecord,
@@ -42,6 +42,7 @@ from megatron.core.errors import CheckpointError, ConfigError, say
 from megatron.core.paths import explain_unmakeable_directory
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
+_EARLIER_NAME = "earlier_iterations.txt"
 
 _ITERATION = re.compile(r"iter_([0-9]{7,12})")
 # Names that only an interrupted save leaves behind; anything else in the directory is not ours to remove.
@@ -90,14 +91,31 @@ def find_directory(root: Path, iteration: int | None = None) -> Path | None:
     return path if path.is_dir() else None
 
 
-def list_superseded(root: Path, newest: int, keep_last: int) -> list[int]:
+def read_earlier(root: Path) -> set[int]:
+    """Iterations that were in `root` when the run began whose checkpoints the tracker names, and are not that run's."""
+    try:
+        content = read_file(root / _EARLIER_NAME, 2**20)
+    except OSError:
+        return set()
+    return {int(word) for word in content.split() if word.isdigit()}
+
+
+def write_earlier(root: Path, iterations: Iterable[int]) -> None:
+    """Write down those of these iterations that `root` still holds. Raises StorageError."""
+    held = {iteration for iteration in iterations if iteration_directory(root, iteration).is_dir()}
+    if held != read_earlier(root):
+        with storage_errors(f"writing {root / _EARLIER_NAME}"):
+            replace_file(root / _EARLIER_NAME, "".join(f"{iteration}\n" for iteration in sorted(held)).encode())
+
+
+def list_superseded(root: Path, newest: int, keep_last: int, others: Container[int] = ()) -> list[int]:
     """Iterations of the complete checkpoints that `keep_last` others up to and with iteration `newest` make
     superfluous.
 
-    Iterations beyond `newest` belong to a run that went back, and links to whoever made them: neither counts or is
-    listed.
+    Iterations beyond `newest` belong to a run that went back, `others` to another run, and links to whoever made them:
+    none of these counts or is listed.
     """
-    older = [iteration for iteration in list_complete(root) if iteration <= newest]
+    older = [iteration for iteration in list_complete(root) if iteration <= newest and iteration not in others]
     return [iteration for iteration in older if not iteration_directory(root, iteration).is_symlink()][keep_last:]
 
 

@@ -207,6 +207,21 @@ def _check_ids(path: Path) -> None:
                 f"{path}: the token {str(token)[:40]!r} has the id {str(number)[:40]}; ids are whole numbers from 0 to "
                 f"{LARGEST_ID}: fetch or train the tokenizer again"
             )
+    if isinstance(model, dict):
+        _check_merges(path, model.get("continuing_subword_prefix"), model.get("merges"))
+
+
+def _check_merges(path: Path, prefix: Any, merges: Any) -> None:
+    """Raise DataError for a merge whose second part does not begin with the prefix of such parts: the library cuts as
+    many bytes from it, and ends the process where it has fewer."""
+    for merge in merges if isinstance(prefix, str) and isinstance(merges, list) else ():
+        parts = merge.split(" ") if isinstance(merge, str) else merge
+        second = parts[-1] if isinstance(parts, list) and parts else prefix
+        if isinstance(second, str) and not second.startswith(prefix):
+            raise DataError(
+                f"{path}: continuing_subword_prefix is {prefix[:40]!r}, and the merge {str(merge)[:40]} does not have "
+                "it; fetch or train the tokenizer again"
+            )
 
 
 def _missing(model: str, json_path: Path) -> str:

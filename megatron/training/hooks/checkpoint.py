@@ -14,9 +14,11 @@ from megatron.core.dist_checkpointing.async_save import AsyncSaver, Outcome
 from megatron.core.dist_checkpointing.directory import (
     latest_iteration,
     list_superseded,
+    read_earlier,
     remove_checkpoint,
     saved_iterations,
     set_aside,
+    write_earlier,
 )
 from megatron.core.dist_checkpointing.writer_process import WriterProcess
 from megatron.core.errors import StorageError, report_error, say
@@ -39,13 +41,20 @@ class _Series:
         self.saved_iteration = 0
         """The newest of this run."""
         self._foreign: set[int] = set()
-        """Iterations that the directory held before, where this run does not continue from there."""
+        """Iterations of other runs: what the directory held before a run that does not continue from there."""
 
     def begin(self, *, is_ours: bool, saved_iteration: int, loaded_iteration: int) -> None:
         """Before the first step. is_ours: this run goes on from what is in the directory."""
         self.saved_iteration = saved_iteration
+        earlier = read_earlier(self.root)
         if not is_ours:
             self._foreign = {loaded_iteration, *saved_iterations(self.root)}
+        elif loaded_iteration not in earlier:  # otherwise it goes on where the other run has stopped
+            self._foreign = earlier
+
+    def note_foreign(self) -> None:
+        """Write down for runs that go on from here which iterations are not this run's. Raises StorageError."""
+        write_earlier(self.root, self._foreign)
 
     def holds_foreign(self, iteration: int) -> bool:
         """Whether the directory held this iteration before, and has not got it anew."""
@@ -61,7 +70,7 @@ class _Series:
         # An iteration that was here before is replaced by now.
         self._foreign.discard(iteration)
         if self._keep_last is not None:
-            found = list_superseded(self.root, iteration, self._keep_last)
+            found = list_superseded(self.root, iteration, self._keep_last, self._foreign)
         else:
             found = [] if self._retain is None else [before]
         # What another run has saved, and the checkpoint that was loaded from elsewhere, are not ours to remove.
@@ -167,11 +176,12 @@ class CheckpointHook(Hook):
         if self._saver is not None:
             self._settle(run, self._saver.wait())
         self._snapshot_of, self._under_way = dataclasses.replace(run.progress), series
-        if series is self._persistent and self.settings.start_over and series.holds_foreign(run.progress.iteration):
+        if series is self._persistent and series.holds_foreign(run.progress.iteration):
             iteration = run.progress.iteration
             kept = on_first_rank(run.groups.world, lambda: set_aside(series.root, iteration))
             if kept is not None and run.is_first_rank:
                 say(f"checkpoint: iteration {iteration} of an earlier run stays as {kept}")
+        self._note_foreign(run)
         started_at = time.monotonic()
         path = save_checkpoint(
             run, self._saver, non_persistent_root=None if series is self._persistent else series.root
@@ -179,6 +189,14 @@ class CheckpointHook(Hook):
         if path is not None:
             elapsed = time.monotonic() - started_at
             self._note_saved(run, path, Outcome(run.progress.iteration, path, None, elapsed, elapsed))
+
+    def _note_foreign(self, run: Run) -> None:
+        """Before a save, which moves the tracker, and after it, when what was replaced is this run's."""
+        if run.is_first_rank:
+            try:
+                self._under_way.note_foreign()
+            except StorageError as error:
+                report_error(StorageError(f"{error}; training goes on"))
 
     def _await_together(self, run: Run) -> Outcome | None:
         """Wait for the save under way on all ranks at the same moment."""
@@ -206,6 +224,7 @@ class CheckpointHook(Hook):
         run.hooks.on_save(run)
         # The previous checkpoint goes only when this one is complete.
         superfluous = self._under_way.note_saved(outcome.iteration)
+        self._note_foreign(run)
         for iteration in superfluous if run.is_first_rank else ():
             try:
                 remove_checkpoint(self._under_way.root, iteration)

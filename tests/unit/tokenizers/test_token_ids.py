@@ -58,6 +58,20 @@ def test_added_tokens_that_are_no_list_of_tokens(added: Any, tmp_path: Path) -> 
         build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
 
 
+@pytest.mark.parametrize("prefix", ["x", "8", "1e4", "é 🙂", ""])
+def test_a_prefix_that_merges_do_not_have(prefix: str, tmp_path: Path) -> None:
+    """The library cuts as many bytes from a merge's second part, and ends the process where it has fewer."""
+    write_files(tmp_path, 1, "vocab")
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["model"]["continuing_subword_prefix"] = prefix
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    if not prefix:
+        assert build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path)).tokenize("a")
+        return
+    with pytest.raises(DataError, match="continuing_subword_prefix is .*, and the merge .* does not have it"):
+        build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
+
+
 def test_the_largest_id(tmp_path: Path) -> None:
     write_files(tmp_path, 2**31 - 1, "vocab")
     assert build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path)).max_id == 2**31 - 1

@@ -396,3 +396,15 @@ def test_what_cannot_be_is_refused(flags: str, sentence: str) -> None:
 )
 def test_what_has_no_effect_is_noted(flags: str, note: str) -> None:
     assert note in read_config(flags).notes
+
+
+@pytest.mark.parametrize("flags", ["", "--moe-shared-expert-intermediate-size 24", "--moe-latent-size 12"])
+def test_an_output_that_is_added_to_in_place_keeps_its_hooks(flags: str) -> None:
+    """By such hooks FSDP gathers the layer's weights before its backward; those of a view are lost."""
+    x = tokens()
+    output, bias = layer_of(flags)(x)
+    assert bias is None and not output._is_view()
+    grads: list[Tensor] = []
+    output.register_hook(grads.append)
+    output.add_(x).sum().backward()
+    assert len(grads) == 1

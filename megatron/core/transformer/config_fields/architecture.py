@@ -80,7 +80,8 @@ class ArchitectureFields(ModelParallelConfig):
     """Loss and its gradient straight from logits in the model's number format, a block of tokens at a time: no float32
     copy of the logits exists."""
     cross_entropy_fusion_impl: str = flag("native", choices=("native", "te"), kind="kernel", needs=_FUSED_LOSS)
-    """Whose fused cross entropy: native is this system's; te, Transformer Engine's, is refused by upstream as well."""
+    """Whose fused cross entropy: native is this system's; te, Transformer Engine's, is refused, as upstream refuses it
+    beside --cross-entropy-loss-fusion."""
     logit_dtype: str | None = flag(None, choices=("bf16", "fp32"), names=("--output-logit-dtype",), kind="numerics")
     """Number format of the logits: fp32 keeps what the output layer's product sums in float32, which --bf16 would
     round; the model's when not given."""

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -115,7 +116,9 @@ class MoELayer(MegatronModule):
         if self.fc2_latent_proj is not None:
             # Of [T, n]: what it makes of three dimensions is a view, to which no residual may be added in place.
             output, _ = self.fc2_latent_proj(output)
-        output = output.view(-1, *hidden_states.shape[1:])  # own tokens
+        # Own tokens. Not view(): the residual is added in place, and a view that is written to loses its hooks, through
+        # which FSDP gathers weights.
+        output = torch.ops.aten._unsafe_view(output, [-1, *hidden_states.shape[1:]])
         if self.divides_tokens:
             # Everyone goes on with the same whole, so that each has the whole gradient of its own part.
             output = gather_from_sequence_parallel_region(output, self.tp_group, tensor_parallel_output_grad=False)

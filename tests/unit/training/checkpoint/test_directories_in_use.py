@@ -86,6 +86,22 @@ def test_starting_over_keeps_what_is_there(root: Path) -> None:
     assert (new.progress.iteration, old.progress.iteration) == (2, 2) and differing(old, new)
 
 
+@pytest.mark.flags("--start-over", "--keep-last")
+@pytest.mark.parametrize("more", [(), ("--async-save",)], ids=["", "async"])
+def test_runs_that_go_on_after_starting_over_keep_the_earlier_ones_checkpoints(
+    root: Path, more: tuple[str, ...]
+) -> None:
+    flags = ("--save", root, "--save-interval", "1", "--keep-last", "2", "--seed", "5", *more)
+    train_tiny(*flags, "--start-over", "--train-iters", "1")
+    assert saved(root) == {"iter_0000001", "iter_0000002", "iter_0000004"}
+    # 2 is saved anew, 4 is not reached: the earlier run's neither count nor go.
+    flags = (*flags, "--load", root, "--lr-decay-iters", "6", "--override-opt-param-scheduler")
+    train_tiny(*flags, "--train-iters", "3")
+    assert saved(root) == {"iter_0000002", "iter_0000003", "iter_0000004", "iter_0000002.earlier-1"}
+    train_tiny(*flags, "--train-iters", "6")
+    assert saved(root) >= {"iter_0000005", "iter_0000006"} and "iter_0000003" not in saved(root)
+
+
 def test_a_finished_run_is_not_run_again(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = contents(root)
     flags = ("--train-iters", "4", "--save", root, "--load", root, "--save-interval", "2", "--eval-iters", "1")
