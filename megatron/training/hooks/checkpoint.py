@@ -40,12 +40,14 @@ class _Series:
         self._retain, self._keep_last = retain, keep_last
         self.saved_iteration = 0
         """The newest of this run."""
+        self.is_ours = False
+        """This run goes on from what the directory holds."""
         self._foreign: set[int] = set()
         """Iterations of other runs: what the directory held before a run that does not continue from there."""
 
     def begin(self, *, is_ours: bool, saved_iteration: int, loaded_iteration: int) -> None:
         """Before the first step. is_ours: this run goes on from what is in the directory."""
-        self.saved_iteration = saved_iteration
+        self.saved_iteration, self.is_ours = saved_iteration, is_ours
         earlier = read_earlier(self.root)
         if not is_ours:
             self._foreign = {loaded_iteration, *saved_iterations(self.root)}
@@ -176,7 +178,8 @@ class CheckpointHook(Hook):
         if self._saver is not None:
             self._settle(run, self._saver.wait())
         self._snapshot_of, self._under_way = dataclasses.replace(run.progress), series
-        if series is self._persistent and series.holds_foreign(run.progress.iteration):
+        keeps_all = self.settings.start_over or series.is_ours
+        if series is self._persistent and keeps_all and series.holds_foreign(run.progress.iteration):
             iteration = run.progress.iteration
             kept = on_first_rank(run.groups.world, lambda: set_aside(series.root, iteration))
             if kept is not None and run.is_first_rank:
