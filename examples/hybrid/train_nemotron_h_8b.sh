@@ -5,6 +5,8 @@
 #   sbatch --nodes=8 --gpus-per-node=8 --time=24:00:00 examples/launch/slurm.sh examples/hybrid/train_nemotron_h_8b.sh
 #   LAPTOP=1 bash examples/hybrid/train_nemotron_h_8b.sh
 start_sh="$(dirname "${BASH_SOURCE[0]}")/../launch/start.sh"
+[ -e "$start_sh" ] || start_sh=examples/launch/start.sh # sbatch runs a copy of this file
+source "$start_sh" || exit 2
 
 made_for 8
 need_data 99,1,0 HuggingFaceTokenizer "a directory with the tokenizer.json of Nemotron-H"

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.core.ssm.decay import Decay, DecayByChannel, DecayByHead, Documents, view_cells, view_halves
+from megatron.core.ssm.decay import Decay, DecayByChannel, DecayByHead, DocumentCells, view_cells, view_halves
 from megatron.core.ssm.state_passing import pass_states, pass_states_backward
 
 SMALLEST = 16
@@ -44,12 +44,12 @@ class Inputs(NamedTuple):
 class Chunks:
     """Chunks that follow each other; inputs: [b, tokens, heads, ...] as `attend` takes them.
 
-    documents: see `Documents`. unit: (epsilon, length) where queries and keys become vectors of length one, and queries
-    then of `length`.
+    documents: see `DocumentCells`. unit: (epsilon, length) where queries and keys become vectors of length one, and
+    queries then of `length`.
     """
 
     def __init__(
-        self, inputs: Inputs, documents: Documents | None, chunk_size: int, unit: tuple[float, float] | None
+        self, inputs: Inputs, documents: DocumentCells | None, chunk_size: int, unit: tuple[float, float] | None
     ) -> None:
         self._shape, self._size = inputs.value.shape, chunk_size
         self._groups = inputs.key.shape[2]

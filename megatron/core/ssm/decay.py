@@ -30,7 +30,7 @@ _LOWEST = -1000.0
 """exp of it is 0, in float64, too; below it sums of chunks would lose the digits of other tokens."""
 
 
-class Documents:
+class DocumentCells:
     """Which tokens of chunks belong together.
 
     numbers: of each token's document, int [b or 1, tokens], whole chunks; before: of the token before them, [b or 1].
@@ -53,7 +53,7 @@ class Documents:
 class Decay(ABC):
     """log_decay: at most 0, [n, b, G, r, C, 1], or [n, b, G, r, C, K] with a number for each channel."""
 
-    def __init__(self, log_decay: Tensor, documents: Documents | None, dtype: torch.dtype) -> None:
+    def __init__(self, log_decay: Tensor, documents: DocumentCells | None, dtype: torch.dtype) -> None:
         self._is_counted = log_decay >= _LOWEST
         total = log_decay.double().clamp_(min=_LOWEST).cumsum_(dim=4)
         self._high = total.to(dtype, copy=True)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megatron.core.device import is_cpu
 from megatron.core.ssm.chunks import SMALLEST, Chunks, Inputs, count_chunks_at_once, list_slabs
-from megatron.core.ssm.decay import Documents
+from megatron.core.ssm.decay import DocumentCells
 
 CHUNK = 64
 """Tokens of a chunk."""
@@ -140,7 +140,9 @@ def _cut(inputs: Inputs, start: int, stop: int) -> Inputs:
     return inputs.map(lambda x: x[:, start:stop])
 
 
-def _divide(inputs: Inputs, documents: Tensor | None, chunk_size: int) -> Iterator[tuple[int, int, Documents | None]]:
+def _divide(
+    inputs: Inputs, documents: Tensor | None, chunk_size: int
+) -> Iterator[tuple[int, int, DocumentCells | None]]:
     """Yield the stretches of tokens that are computed at a time, and what documents they have."""
     batch, tokens, heads, _ = inputs.value.shape
     at_once = count_chunks_at_once(batch, heads, chunk_size, is_cpu(inputs.value))
@@ -149,5 +151,5 @@ def _divide(inputs: Inputs, documents: Tensor | None, chunk_size: int) -> Iterat
         if documents is not None:
             missing = -(stop - start) % chunk_size
             numbers = torch.cat([documents[:, start:stop], documents[:, stop - 1 : stop].expand(-1, missing)], dim=1)
-            found = Documents(numbers, documents[:, max(start - 1, 0)], chunk_size)
+            found = DocumentCells(numbers, documents[:, max(start - 1, 0)], chunk_size)
         yield start, stop, found
