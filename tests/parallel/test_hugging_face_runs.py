@@ -5,6 +5,7 @@ each layout reads and streams out are those that one process reads and writes, b
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,11 @@ from megatron.training.checkpoint.save_and_load import save_checkpoint
 from megatron.training.flags.read import read_run_config
 from megatron.training.loop import train
 from megatron.training.recipes.gpt import build_gpt_recipe
-from megatron.training.verify.parity import open_local_run
+from megatron.training.verify.parity import open_local_run, trace_rank
 from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import own_rank
+from tests.preprocess_runs import DATA
 
 RUN = """--seq-length 16 --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --train-iters 1 --mock-data --eval-iters 0
     --num-workers 0 --no-initialization --use-checkpoint-args"""
@@ -107,6 +109,39 @@ def test_from_hugging_face_and_back(name: str, tmp_path: Path) -> None:
     assert_same_tensors(trained, read_all(tmp_path / "expected"))
     assert any(not torch.equal(tensor, trained[name]) for name, tensor in read_all(tmp_path / "hf").items())
     assert sorted(entry.name for entry in (tmp_path / "result").iterdir()) == ["hf", "ours"]
+
+
+def train_on(directory: Path, ranks: int) -> tuple[int, list[float]]:
+    """Rows of the vocabulary's matrix that this rank holds, and the losses of two iterations from the checkpoint."""
+    argv = [*RUN.split(), "--train-iters", "2", "--pretrained-checkpoint", str(directory)]
+    argv += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(DATA / "tok" / "hf_bpe1k")]
+    config = read_run_config([*argv, "--tensor-model-parallel-size", str(ranks)], {"WORLD_SIZE": str(ranks)})
+    trace = trace_rank(config, build_gpt_recipe(config), rank=own_rank(config), iterations=2)
+    rows = next(held.weight.shape[0] for held in trace.held if held.placement.name.endswith("word_embeddings.weight"))
+    return rows, [losses["lm loss"] for losses in trace.losses]
+
+
+@pytest.mark.flags("--use-checkpoint-args")
+def test_more_rows_than_tokens_in_any_layout(tmp_path: Path) -> None:
+    """1100 rows, a tokenizer of 1000 tokens: every layout has the checkpoint's rows, and trains as one process does."""
+    pytest.importorskip("transformers")
+    from tests.unit.training.recipes.test_model_families import make
+
+    model = make("Llama", vocab_size=1100)
+    model.save_pretrained(tmp_path / "hf")
+    for file in (DATA / "tok" / "hf_bpe1k").glob("*.json"):
+        shutil.copy(file, tmp_path / "hf")
+    convert(
+        parse_arguments(
+            f"--source hf --target megatron --input-path {tmp_path}/hf --output-path {tmp_path}/ours".split()
+        )
+    )
+    [(rows, expected)] = run_distributed(train_on, 1, tmp_path / "ours", 1)
+    assert rows == 1100 and expected[0] != expected[1]
+    for ranks, rows in ((2, 550), (4, 275)):
+        for found_rows, losses in run_distributed(train_on, ranks, tmp_path / "ours", ranks):
+            assert found_rows == rows
+            assert losses == pytest.approx(expected, rel=1e-6)
 
 
 def convert_together(source: Path, result: Path, broken_rank: int | None) -> tuple[str, int]:

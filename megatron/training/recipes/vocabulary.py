@@ -47,6 +47,8 @@ def compute_vocab_size(config: RunConfig, tokenizer: Tokenizer) -> int:
 def compute_padded_vocab_size(config: RunConfig, tokenizer: Tokenizer) -> int:
     """Rows of the embedding: the vocabulary, padded so that every tensor-parallel rank holds equally many.
 
+    A checkpoint's rows beyond the tokenizer's tokens are padding already: they get no more of it than the ranks need,
+    as padding takes part in the softmax. --make-vocab-size-divisible-by says otherwise.
     Raises ConfigError for a --padded-vocab-size that is too small, and for unpadded rows that cannot be divided.
     """
     from megatron.core.tokenizers.build import pad_vocab_size
@@ -54,6 +56,9 @@ def compute_padded_vocab_size(config: RunConfig, tokenizer: Tokenizer) -> int:
     settings, ranks = config.tokenizer, config.model.tensor_model_parallel_size
     vocab_size = compute_vocab_size(config, tokenizer)
     if settings.padded_vocab_size is None and settings.pad_vocab_size:
+        is_padded = vocab_size > tokenizer.vocab_size and config.sources.get("--vocab-size") == "checkpoint"
+        if is_padded and config.sources.get("--make-vocab-size-divisible-by") in ("default", "checkpoint"):
+            return pad_vocab_size(vocab_size, 1, ranks)
         return pad_vocab_size(vocab_size, config.gpt.make_vocab_size_divisible_by, ranks)
     rows = settings.padded_vocab_size or vocab_size
     if rows < vocab_size:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import pytest
 
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.hf.auto_bridge import AutoBridge
-from megatron.hf.conversion import import_model, open_source
-from megatron.hf.logits import compare_logits
+from megatron.hf.conversion import open_source
+from megatron.hf.convert import convert, parse_arguments
 from megatron.training.recipes.families import FAMILIES, find_family
 from megatron.training.recipes.family import Family
 from megatron.training.recipes.family_flags import IDLE, build_flags, complete_fields
@@ -164,13 +165,21 @@ def test_unknown_fields_are_named(tmp_path: Path) -> None:
     ]
 
 
-def test_without_transformers_the_same_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what was not verified is said."""
+def test_without_transformers_the_same_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the command says what it has verified and what it has not, in either direction."""
     make("Llama").save_pretrained(tmp_path / "hf")
-    monkeypatch.setattr("megatron.hf.logits.available", lambda name: False)
-    import_model(open_source(tmp_path / "hf"), tmp_path / "ours")
-    found = compare_logits(tmp_path / "hf", tmp_path / "ours")
-    assert found == "not verified: logits, as the Python package transformers is not installed"
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for kinds, source, result in (("hf megatron", "hf", "ours"), ("megatron hf", "ours", "back")):
+        first, second = kinds.split()
+        argv = ["--source", first, "--input-path", str(tmp_path / source)]
+        convert(parse_arguments([*argv, "--target", second, "--output-path", str(tmp_path / result)]))
+        assert capsys.readouterr().out.splitlines() == [
+            "verified: every weight bit for bit; "
+            "not verified: logits, as the Python package transformers is not installed",
+            f"wrote {tmp_path / result}",
+        ]
     path = tmp_path / "hf" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"mlp_bias": True}))
     for read in (open_source, AutoBridge.from_hf_pretrained):
