@@ -251,7 +251,8 @@ class MegatronOptimizer(UpstreamMethods):
         An update whose gradients are not finite is skipped where a dynamic loss scale may be the reason, or where
         check_for_nan_in_grad is off. Otherwise raises NonFiniteError, with nothing changed, unless `defers_check`.
         """
-        self.collect()
+        if self._view is not None:
+            self.collect()
         grad_norm, divisor, found_inf = self._measured or self._measure()
         self._measured = None
         if self._is_overflow_noted:

@@ -64,8 +64,9 @@ def find_renaming(run: Run, changes: Sequence[Change], source: str) -> Callable[
     return rename
 
 
-def _pair_layers(letters: str, gpt_layers: int, source: str) -> dict[int, tuple[int, str]]:
-    """Pair each layer of a hybrid with a GPT's layer and its part: the n-th attention, the n-th MLP."""
+def _pair_layers(letters: str, layers_of_both: int, source: str) -> dict[int, tuple[int, str]]:
+    """Pair each layer of a hybrid with a GPT's layer and its part: the n-th attention, the n-th MLP. layers_of_both:
+    the GPT's layers, each with both parts."""
     kinds = {"*": "attention", "+": "attention", "-": "mlp", "E": "mlp"}
     main, _, prediction = letters.partition("/")
     main, counts, places = main.replace("|", ""), {"attention": 0, "mlp": 0}, {}
@@ -76,10 +77,10 @@ def _pair_layers(letters: str, gpt_layers: int, source: str) -> dict[int, tuple[
             raise CheckpointError(f"{source}: a GPT has no counterpart of {what} in the pattern {letters}")
         places[number] = (counts[part], part)
         counts[part] += 1
-    if set(counts.values()) != {gpt_layers}:
+    if set(counts.values()) != {layers_of_both}:
         raise CheckpointError(
             f"{source}: the pattern {letters} has {counts['attention']} layers of attention and {counts['mlp']} of "
-            f"MLPs or experts, the GPT {gpt_layers} layers with one of each; give it as many"
+            f"MLPs or experts, the GPT {layers_of_both} layers with one of each; give it as many"
         )
     return places
 

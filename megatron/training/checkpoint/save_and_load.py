@@ -8,8 +8,7 @@
       config.json     all settings of the run
       tokenizer/      the tokenizer's files
 
-A resumed run repeats the uninterrupted one bit for bit, because every one of these comes back. Where a checkpoint
-lies and how it becomes visible is megatron.core.dist_checkpointing's business.
+A resumed run repeats the uninterrupted one bit for bit. Files and names are the affair of core/dist_checkpointing.
 """
 
 from __future__ import annotations

@@ -239,6 +239,9 @@ def test_neighbours_that_are_counted_whole_are_one_view() -> None:
 def test_two_wrappers_implement_what_the_step_needs_side_by_side() -> None:
     from megatron.core import distributed
 
-    for wrapper in (distributed.DistributedDataParallel, distributed.TorchFullyShardedDataParallel):
-        assert wrapper.__mro__[1] is distributed.ModelChunk
+    wrappers = (distributed.DistributedDataParallel, distributed.TorchFullyShardedDataParallel)
+    assert not issubclass(*wrappers)
+    assert not issubclass(*wrappers[::-1])
+    for wrapper in wrappers:
+        assert issubclass(wrapper, distributed.ModelChunk)
         assert not wrapper.__abstractmethods__
