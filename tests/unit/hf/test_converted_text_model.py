@@ -11,8 +11,9 @@ import pytest
 from megatron.hf.conversion import export_model, import_model, open_model, open_source
 from megatron.hf.logits import compare_logits
 from megatron.training.flags.read import read_run_config
-from tests.support.huggingface_models import randomised
-from tests.unit.hf.test_bridge import MODELS, SIZES, assert_same_tensors, read_all
+from tests.support.family_models import MODELS
+from tests.support.huggingface_models import SIZES, randomised
+from tests.unit.hf.test_bridge import assert_same_tensors, read_all
 
 transformers = pytest.importorskip("transformers")
 

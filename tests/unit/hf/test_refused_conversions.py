@@ -67,7 +67,10 @@ BAD: dict[str, tuple[Any, str]] = {
     "shard cut off": (cut_shard, "was cut off or is damaged, download it again"),
     "shard elsewhere": (escape, "names the file '../model.safetensors' outside of"),
     "code": (add_code, "pytorch_model.bin cannot be used: refused class"),
-    "unknown": (lambda d: change_config(d, model_type="bloom"), "models of the type bloom are not known; known are"),
+    "unknown": (
+        lambda d: change_config(d, model_type="bloom"),
+        "models of the type bloom are not known; the nearest name is .*; known are gpt2, llama, ",
+    ),
     "narrower": (
         lambda d: change_config(d, intermediate_size=40),
         r"model.layers.0.mlp.gate_proj.weight is \(48, 72\) in model-.*, and config.json makes it \(40, 72\)",

@@ -46,6 +46,13 @@ def test_a_config_class_of_ones_own() -> None:
     assert isinstance(config, WithRate) and config.my_rate == 0.5
 
 
-def test_no_flag_is_ignored() -> None:
-    with pytest.raises(ConfigError, match="extra_args_provider"):
-        parse_args(ignore_unknown_args=True, argv=ARGV, environ={})
+def test_no_flag_is_ignored_unless_asked_for() -> None:
+    foreign = [*ARGV, "--engine-flag", "7", "--my-rate", "2"]
+    with pytest.raises(ConfigError, match="unknown flag --engine-flag"):
+        parse_args(add_rate, argv=foreign, environ={})
+    args = parse_args(add_rate, ignore_unknown_args=True, argv=foreign, environ={})
+    assert args.my_rate == 2 and not hasattr(args, "engine_flag")
+    assert args.run_config.model == parse_args(argv=ARGV, environ={}).run_config.model
+    # Flags that are known are judged as ever.
+    with pytest.raises(ConfigError, match="--num-layers 0 is out of range"):
+        parse_args(add_rate, ignore_unknown_args=True, argv=[*foreign, "--num-layers", "0"], environ={})
