@@ -22,8 +22,8 @@ from tests.functional.pretrain_runs import TINY
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = {command.name: command for group in COMMANDS.values() for command in group}
-FOR_THE_REPOSITORY = {"check_benchmark.py", "list_flags.py", "look_at_pages.py", "write_docs.py"}
-"""Tools for those who have a checkout: they write or check its pages."""
+FOR_THE_REPOSITORY = {"check_benchmark.py", "list_flags.py", "look_at_pages.py", "write_docs.py", "write_stubs.py"}
+"""Tools for those who have a checkout: they write or check its pages and stubs."""
 
 
 def call(*arguments: str, directory: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
