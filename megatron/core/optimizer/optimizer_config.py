@@ -179,7 +179,7 @@ class OptimizerConfig(CheckedConfig):
     """Says nothing: `count_zeros()` counts them when it is called."""
     barrier_with_L1_time: bool = derived(True, kind="report")
     """Says nothing: `use_timers` takes the stopwatches, with their own barriers."""
-    timers: Any = derived()
+    timers: Any = derived(kind="report")
     """Says nothing; see `use_timers`."""
     fp8_recipe: str | None = derived(kind="numerics")
     """Says nothing: the model's config has the recipe."""

@@ -43,6 +43,8 @@ BASES = (
     "--qk-pos-emb-head-dim 8 --v-head-dim 16",
     "--use-mup --mup-base-hidden-size 32",
     "--use-mup",
+    "--hybrid-layer-pattern GM --normalization RMSNorm --mamba-num-groups 2 --mamba-num-heads 4 --mamba-head-dim 8 "
+    "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8",
 )
 _LONGROPE = "its factors are lists, one for each pair of channels: tests/unit/hf/test_stretched_positions.py"
 NOT_TRIED = {

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron.core.config_base import get_settings
 from megatron.core.errors import ConfigError, explain_refused_memory
 from megatron.core.process_groups_config import GROUP_AXES, ProcessGroupCollection, SingleRankGroup
 from megatron.training.launch import initialize as subject
@@ -237,8 +238,8 @@ def test_groups_of_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
         run_config("--high-priority-stream-groups nodes")
     from megatron.training.config.distributed import DistributedInitConfig
 
-    setting = next(f for f in dataclasses.fields(DistributedInitConfig) if f.name == "high_priority_stream_groups")
-    assert set(setting.metadata["flag"].choices) == set(GROUP_AXES)
+    choices = get_settings(DistributedInitConfig)["high_priority_stream_groups"].choices
+    assert choices is not None and set(choices) == set(GROUP_AXES)
 
 
 @pytest.mark.flags("--use-gloo-process-groups", "--disable-gloo-process-groups")
