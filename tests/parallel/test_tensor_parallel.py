@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron.core.collectives import all_gather_object, all_reduce
 from megatron.core.mesh import RankGrid
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -125,7 +125,14 @@ def latent_logits(sequence_parallel: bool, groups: ProcessGroupCollection, ends:
         qk_pos_emb_head_dim=4, v_head_dim=3, qk_layernorm=True, sequence_parallel=sequence_parallel,
         tensor_model_parallel_size=groups.tp.size(), init_method_std=0.3,
     )  # fmt: skip
-    model = GPTModel(config, get_gpt_decoder_block_spec(config), 32, 8, parallel_output=False, pg_collection=groups)
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(multi_latent_attention=True),
+        32,
+        8,
+        parallel_output=False,
+        pg_collection=groups,
+    )
     ids, positions = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(0)), torch.arange(8)[None]
     cache, parts, first = SequenceState(len(ids), 8), [], 0
     with torch.no_grad():
