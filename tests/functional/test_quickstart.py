@@ -45,7 +45,7 @@ def iterations(out: Path) -> list[int]:
 
 def test_the_hybrids_quickstart_trains_and_writes(tmp_path: Path) -> None:
     said = run_quickstart(tmp_path / "hybrid", "examples/hybrid/quickstart.sh")
-    assert "iteration        3/       3" in said and "3. Text from the model" in said
+    assert "3. Text from the model" in said
     assert list((tmp_path / "hybrid" / "hybrid" / "iter_0000003").iterdir())
 
 
