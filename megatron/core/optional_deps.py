@@ -7,7 +7,6 @@ if available("transformer_engine"): ...
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 from typing import Any
@@ -41,7 +40,6 @@ OPTIONAL: dict[str, str] = {
 """Import name -> what to give `pip install`. No other file of megatron/ imports these; a test keeps that so."""
 
 
-@functools.cache
 def available(name: str) -> bool:
     """Whether the package (or submodule, such as "torch.utils.tensorboard") is installed; does not import it."""
     try:

@@ -337,8 +337,14 @@ def find_field_problem(setting: Setting, value: Any) -> str | None:
 def _find_type_problem(setting: Setting, value: Any) -> str | None:
     if has_type(value, setting.annotation):
         return None
-    # In a list the sentence is about the element that is wrong.
-    elements = value if isinstance(value, list | tuple) and setting.nargs else []
-    wrong = next((item for item in elements if not has_type(item, setting.value_type)), value)
+    # In a list the sentence is about the first element that is wrong, as the parser meets it.
+    wrong = value
+    for item in value if isinstance(value, list | tuple) and setting.nargs else []:
+        if not has_type(item, setting.value_type):
+            wrong = item
+            break
+        problem = find_value_problem(setting, item)
+        if problem is not None:
+            return problem
     is_choice = setting.choices is not None and not isinstance(wrong, list | tuple)
     return (find_value_problem(setting, wrong) if is_choice else None) or describe_type_problem(setting, str(wrong))

@@ -148,7 +148,8 @@ def test_main_parameters_come_from_the_files(name: str, tmp_path: Path) -> None:
 
 
 def test_without_initialization_padding_is_no_garbage(hf_directory: Path) -> None:
-    with open_run("--load", f"hf:{hf_directory}", "--use-checkpoint-args", "--no-initialization") as run:
+    flags = ("--use-checkpoint-args", "--no-initialization", "--make-vocab-size-divisible-by", "64")
+    with open_run("--load", f"hf:{hf_directory}", *flags) as run:
         table = run.model[0].module.embedding.word_embeddings.weight
         assert len(table) > 1009 and not table[1009:].any()
 

@@ -295,6 +295,7 @@ def made(config_class: type, values: dict[str, Any]) -> tuple[Any, list[str]]:
 @settings(max_examples=300)
 @given(drawn_settings(), st.sampled_from([1, 3, 16]))
 @example({"distribute_saved_activations": True, "sequence_parallel": True}, 1)
+@example({"moe_aux_loss_coeff": [-0.5, float("nan")]}, 1)
 def test_python_says_what_the_command_line_says(drawn: dict[str, Any], world_size: int) -> None:
     """Nonsense in one setting, between the settings of a group, and between groups."""
     values = BASE | drawn
