@@ -41,7 +41,7 @@ _STATE_FLAGS = {
 
 
 class HasParamGroups(Protocol):
-    """What the scheduler needs of an optimizer."""
+    """Attributes that the scheduler needs of an optimizer."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
@@ -247,7 +247,7 @@ class OptimizerParamScheduler:
         return idle
 
     def _advise(self, differing: Sequence[str], saved: Mapping[str, Any]) -> str:
-        """What to give for the checkpoint's curves; a longer run is the usual reason why they differ."""
+        """Return what to give for the checkpoint's curves; a longer run is the usual reason why they differ."""
         steps, unit = saved.get("lr_decay_steps", 0), self._samples_per_iteration
         if differing != ["lr_decay_steps"] or (unit is not None and steps % unit):
             return "use the same values"

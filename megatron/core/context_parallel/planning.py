@@ -30,7 +30,8 @@ from megatron.core.errors import ConfigError
 
 
 def cutting_problem(sequence: str, length: int, size: int) -> str | None:
-    """What stands against sharing a sequence, named so in the sentence, among `size` ranks; None where nothing does."""
+    """Return what stands against sharing a sequence, named so in the sentence, among `size` ranks; None where nothing
+    does."""
     if size == 1 or length % (2 * size) == 0:
         return None
     return (
@@ -68,7 +69,7 @@ class Microbatch(NamedTuple):
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """Which ranks compute which samples in one step."""
+    """Assignment of one step's samples to ranks."""
 
     lengths: tuple[int, ...]
     """Tokens of each sample."""
@@ -79,7 +80,7 @@ class ContextPlan:
     """(number of ranks, first rank) of a block -> its samples in order; large blocks first."""
 
     def list_microbatches(self, rank: int) -> tuple[Microbatch, ...]:
-        """What a rank computes, in order; nothing where there are too few samples. All ranks of a block have its
+        """Return what a rank computes, in order; nothing where there are too few samples. All ranks of a block have its
         microbatches in the same order."""
         found: list[Microbatch] = []
         for (size, first), samples in self.blocks.items():

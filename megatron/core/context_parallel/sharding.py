@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens of a sequence each context-parallel (CP) rank holds: two pieces, one from either end.
+"""Division of a sequence among context-parallel (CP) ranks: two pieces, one from either end.
 
     pieces      0   1   2   3   4   5   6   7           cp = 4: 2 x 4 pieces of s / 8 tokens
     rank        0   1   2   3   3   2   1   0           rank r holds pieces r and 2 cp - 1 - r
@@ -24,7 +24,7 @@ from megatron.core.process_groups_config import Group
 _SEQUENCE_DIM = {"attention_mask": 2}
 """Dimension of the queries in a batch's tensors; 1 in all others, which are [b, s, ...]."""
 _WHOLE = {"cu_seqlens", "cu_seqlens_argmin", "max_seqlen"}
-"""What every rank needs whole: it describes the documents of the whole sequence."""
+"""Fields that every rank needs whole: they describe the documents of the whole sequence."""
 
 
 def list_pieces_of_rank(rank: int, size: int) -> tuple[int, int]:

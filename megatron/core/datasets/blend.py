@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which datasets, in which proportions, split how: --data-path and --split as texts, and their arithmetic.
+"""Choice, proportions and split of datasets: --data-path and --split as texts, and their arithmetic.
 
 numpy is imported only where it is used, because settings are checked with what is here.
 """
@@ -103,7 +103,7 @@ def normalize(weights: Sequence[float]) -> list[float]:
 
 
 def samples_per_dataset(weights: Sequence[float], num_samples: int, surplus: float = 0.0) -> list[int]:
-    """How many samples each dataset of a blend must offer; `surplus` is the extra share that hides rounding."""
+    """Return how many samples each dataset of a blend must offer; `surplus` is the extra share that hides rounding."""
     return [math.ceil(math.ceil(num_samples * weight) * (1 + surplus)) for weight in weights]
 
 

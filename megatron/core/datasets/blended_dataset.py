@@ -59,12 +59,12 @@ class BlendedDataset:
 
     @cached_property
     def dataset_index(self) -> npt.NDArray[np.int16]:
-        """Which dataset each sample comes from."""
+        """Dataset that each sample comes from."""
         return self._arrays["dataset_index"]
 
     @cached_property
     def dataset_sample_index(self) -> npt.NDArray[np.int64]:
-        """Which of that dataset's samples it is."""
+        """Number of the sample in that dataset."""
         return self._arrays["dataset_sample_index"]
 
     def __len__(self) -> int:
@@ -76,7 +76,7 @@ class BlendedDataset:
         return {"dataset_id": dataset_id, **self.datasets[dataset_id][int(self.dataset_sample_index[index])]}
 
     def locate(self, index: int) -> str:
-        """Where sample `index` comes from, for messages."""
+        """Return where sample `index` comes from, for messages."""
         return self.datasets[int(self.dataset_index[index])].locate(int(self.dataset_sample_index[index]))
 
     def document_lengths(self, index: int) -> list[int]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a dataset needs to know: the part that holds for every kind of dataset and blend."""
+"""Settings of a dataset: the part that holds for every kind of dataset and blend."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOCK_SPLIT = "1,1,1"
 
 
 class DatasetTokenizer(Protocol):
-    """What datasets ask of a tokenizer."""
+    """Methods that datasets ask of a tokenizer."""
 
     @property
     def eod(self) -> int | None: ...
@@ -30,7 +30,7 @@ class DatasetTokenizer(Protocol):
 
 @dataclass(kw_only=True)
 class BlendedMegatronDatasetConfig:
-    """Which data, how it is split, where its indices are kept. Without `blend` and `blend_per_split`: mock data."""
+    """Choice of data, its split, and the place of its indices. Without `blend` and `blend_per_split`: mock data."""
 
     random_seed: int
     """Seed of every shuffle."""
@@ -91,5 +91,5 @@ class BlendedMegatronDatasetConfig:
 
     @property
     def cache_policy(self) -> CachePolicy:
-        """What is done with cached indices at the start."""
+        """Treatment of cached indices at the start."""
         return CachePolicy(self.fast_cache_load, self.defer_npy_index_mmap)

@@ -31,7 +31,8 @@ _ROLES = ("prefix", "middle", "suffix", "pad", "eod")
 
 @dataclass(kw_only=True)
 class GPTFIMDatasetConfig(GPTDatasetConfig):
-    """How documents become samples to fill in. The tokenizer must turn ids into text and text into ids."""
+    """Settings by which documents become samples to fill in. The tokenizer must turn ids into text and text into
+    ids."""
 
     fim_rate: float
     """Share of the documents that are rearranged; with fim_split_sample, of those whose parts may be."""

@@ -36,7 +36,7 @@ _NO_PAD = -1  # equals no token id
 
 @dataclass(kw_only=True)
 class GPTDatasetConfig(BlendedMegatronDatasetConfig):
-    """How documents become GPT samples."""
+    """Settings by which documents become GPT samples."""
 
     reset_position_ids: bool = False
     """Positions start again after each end-of-document token."""
@@ -173,7 +173,7 @@ class GPTDataset(MegatronDataset):
         return sample
 
     def locate(self, index: int) -> str:
-        """Where sample `index` starts, for messages."""
+        """Return where sample `index` starts, for messages."""
         position, offset = self.sample_index[int(self.shuffle_index[index])].tolist()
         return f"{self.dataset_path or 'mock data'}, document {self.document_index[position]} from token {offset}"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens make sample i: the three indices of a dataset, in plain numpy.
+"""Map from sample i to its tokens: the three indices of a dataset, in plain numpy.
 
     document_index   every document of the split, once per epoch, shuffled
     sample_index     row i: (position in document_index, token offset) where sample i starts; row i + 1 is where it ends
@@ -27,7 +27,7 @@ _DOCUMENTS_AT_ONCE = 1 << 15  # their running sum stays in the processor's cache
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """How many passes over the documents a request needs, and whether the last one is shuffled by itself."""
+    """Number of passes over the documents that a request needs; the last one may be shuffled by itself."""
 
     num_epochs: int
     separate_last_epoch: bool

@@ -46,7 +46,7 @@ _MAPPED_ABOVE_BYTES = 1 << 16  # a mapping holds a file descriptor, and a blend 
 
 @dataclass(frozen=True)
 class CachePolicy:
-    """How much is done with cached arrays at the start of a job."""
+    """Effort spent on cached arrays at the start of a job."""
 
     is_trusted: bool = False
     """They must be there, and are not read to compare checksums: quick where thousands of processes start."""

@@ -154,7 +154,7 @@ class IndexedDataset:
         return os.path.exists(get_idx_path(path_prefix)) and os.path.exists(get_bin_path(path_prefix))
 
     def fingerprint(self) -> dict[str, Any]:
-        """What identifies the layout of this dataset: the size of .bin and a digest of .idx."""
+        """Return what identifies the layout of this dataset: the size of .bin and a digest of .idx."""
         if self._idx_digest is None:  # each split of the dataset asks
             with open(self._idx_path, "rb") as file:
                 self._idx_digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is in a token dataset: its sizes, its token ids, and whether they belong to a vocabulary. One pass over .bin."""
+"""Contents of a token dataset: its sizes, its token ids, and whether they belong to a vocabulary. One pass over
+.bin."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class DatasetFacts:
-    """What verify_dataset.py reports."""
+    """Facts that verify_dataset.py reports."""
 
     dtype: str
     documents: int

@@ -80,7 +80,7 @@ class MegatronDataset(ABC):
         }
 
     def cache_directory(self) -> str | None:
-        """Where the indices are kept: the configured directory, else one beside the data; None for mock data."""
+        """Return where the indices are kept: the configured directory, else one beside the data; None for mock data."""
         if self.dataset_path is None:
             return None
         directory = f"{type(self).__name__}_indices"
@@ -103,7 +103,7 @@ class MegatronDataset(ABC):
     @staticmethod
     @abstractmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:
-        """How many documents a split can be cut from."""
+        """Return how many documents a split can be cut from."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -115,7 +115,7 @@ class MegatronDataset(ABC):
 
     @abstractmethod
     def locate(self, index: int) -> str:
-        """Where sample `index` comes from, for messages."""
+        """Return where sample `index` comes from, for messages."""
 
 
 @runtime_checkable
@@ -131,5 +131,5 @@ class PackedDocuments(Protocol):
         ...
 
     def locate(self, index: int) -> str:
-        """Where sample `index` comes from, for messages."""
+        """Return where sample `index` comes from, for messages."""
         ...

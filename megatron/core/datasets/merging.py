@@ -18,7 +18,7 @@ _SUFFIXES = (".bin", ".idx")
 
 @dataclass(frozen=True)
 class Merged:
-    """What was written."""
+    """Summary of what was written."""
 
     prefix: str
     dtype: str

@@ -26,7 +26,7 @@ _PROTOCOL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def is_object(path: str) -> bool:
-    """Whether a path is in object storage: it begins with a protocol."""
+    """Return whether a path is in object storage: it begins with a protocol."""
     return _PROTOCOL.match(path) is not None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the index files of many datasets say, in one JSON file: a job then starts without opening any of them.
+"""Counts from the index files of many datasets, in one JSON file: a job then starts without opening any of them.
 
 {"PREFIX": {"sequences": …, "documents": …, "bin_bytes": …, "idx_blake2b": …}, …}, written by
 tools/build_dataset_cache.py. It is taken on trust until a dataset is opened, at its first sample.
@@ -25,7 +25,7 @@ _REMEDY = "write it anew with tools/build_dataset_cache.py"
 
 @dataclass(frozen=True)
 class SequenceCounts:
-    """What one index file says."""
+    """Counts from one index file."""
 
     sequences: int
     documents: int

@@ -83,11 +83,11 @@ class ConversationFile:
         return list(messages or [])
 
     def place(self, index: int) -> str:
-        """Where a conversation stands, for messages."""
+        """Return where a conversation stands, for messages."""
         return f"{self.path}, line {int(self._lines[index, 2])}"
 
     def fingerprint(self) -> dict[str, Any]:
-        """What identifies the content."""
+        """Return what identifies the content."""
         digest = hashlib.blake2b(self._content, digest_size=16).hexdigest()
         return {"bytes": os.path.getsize(self.path), "blake2b": digest}
 
@@ -271,11 +271,11 @@ class SFTDataset(MegatronDataset):
         }
 
     def locate(self, index: int) -> str:
-        """Where the first conversation of sample `index` stands, for messages."""
+        """Return where the first conversation of sample `index` stands, for messages."""
         return self.dataset.place(int(self.lines[int(self._conversations(index)[0])]))
 
     def summary(self) -> str:
-        """What was packed, and how much of the sequences is padding."""
+        """Return what was packed, and how much of the sequences is padding."""
         cut, without_answer = self.left_out.tolist()
         sequences, conversations = len(self.pack_bounds) - 1, len(self.order)
         positions = sequences * self.config.sequence_length

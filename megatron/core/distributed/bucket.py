@@ -55,7 +55,7 @@ class Reduction:
     """The processes that hold the same slice of it, this one among them."""
     op: Op = "sum"
     scale: float = 1.0
-    """What each process's gradients are multiplied by before they are summed."""
+    """Factor on each process's gradients before they are summed."""
     sums_in_fp32: bool = False
     """Over `shards`, add 16-bit gradients in float32."""
 
@@ -107,8 +107,8 @@ def choose_expert_reduction(
 def _choose_shards(
     ddp_config: DistributedDataParallelConfig, whole: Group, shards: Group, copies: Group
 ) -> tuple[Group, Group]:
-    """Who divides the optimizer's state, and who holds copies of a share, among the processes `whole`. shards, copies:
-    those of several optimizer instances."""
+    """Return who divides the optimizer's state, and who holds copies of a share, among the processes `whole`. shards,
+    copies: those of several optimizer instances."""
     if not ddp_config.use_distributed_optimizer:
         return SingleRankGroup(), whole
     return (whole, SingleRankGroup()) if ddp_config.num_distributed_optimizer_instances == 1 else (shards, copies)

@@ -140,8 +140,9 @@ class DistributedDataParallel(UpstreamWrapper, ModelChunk):
         self.param_gather.finish()
 
     def get_held_part(self, param: nn.Parameter, *, main: bool = False) -> tuple[torch.Tensor, int | None]:
-        """What this process holds of a parameter's shard: (values, None) where that is all of it, else (flat slice, its
-        first element). main: of main parameters, where they are all there is; otherwise as the network sees them."""
+        """Return what this process holds of a parameter's shard: (values, None) where that is all of it, else (flat
+        slice, its first element). main: of main parameters, where they are all there is; otherwise as the network sees
+        them."""
         return param, None
 
     def broadcast_params(self) -> None:

@@ -107,7 +107,7 @@ class FullyShardedConfig(CheckedConfig):
 
 @dataclass(kw_only=True)
 class DistributedDataParallelConfig(FullyShardedConfig):
-    """How gradients are stored and summed over data-parallel processes."""
+    """Settings by which gradients are stored and summed over data-parallel processes."""
 
     grad_reduce_in_fp32: bool = flag(False, names=("--accumulate-allreduce-grads-in-fp32",), kind="numerics")
     """Accumulate and sum gradients in float32. Always so with bf16, unless --grad-reduce-in-bf16 is given."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the step, the optimizer and checkpoints need of a wrapped part of the model, and of its flat memory.
+"""Interface of a wrapped part of the model, and of its flat memory, to the step, the optimizer and checkpoints.
 
 Two implementations: DistributedDataParallel keeps whole parameters on every replica (with a divided optimizer state if
 asked for), TorchFullyShardedDataParallel divides the parameters themselves. A wrapper of your own implements the same.
@@ -53,7 +53,7 @@ class FlatBuffer(Protocol):
 
     @property
     def owned(self) -> list[Range]:
-        """What this process updates, as ascending ranges of the flat memory."""
+        """Elements that this process updates, as ascending ranges of the flat memory."""
 
     def values(self, start: int, stop: int) -> Tensor:
         """Elements of the parameters, inside one of the ranges that are `owned`: a view."""
@@ -73,14 +73,14 @@ class ModelChunk(nn.Module, ABC):
     reductions: Mapping[bool, Reduction]
     """Over whom gradients of experts (True), and of all other weights, are combined; both, whatever is here."""
     overlaps_grad_reduce: bool
-    """Whether gradients are reduced during backward, so that pipeline stages may want to begin at the same moment."""
+    """True if gradients are reduced during backward, so that pipeline stages may want to begin at the same moment."""
     reduces_every_microbatch: bool = False
-    """Whether gradients are reduced during every backward, not only the step's last one: `enable_grad_sync` is then
+    """True if gradients are reduced during every backward, not only the step's last one: `enable_grad_sync` is then
     called before the last one in any case."""
 
     @property
     def device(self) -> torch.device:
-        """Where its parameters lie; nothing of it need be trained, and a layout may leave a stage without any."""
+        """Device of its parameters; nothing of it need be trained, and a layout may leave a stage without any."""
         return next((param.device for param in self.module.parameters()), current_device())
 
     # ---- gradients
@@ -144,8 +144,9 @@ class ModelChunk(nn.Module, ABC):
 
     @abstractmethod
     def get_held_part(self, param: nn.Parameter, *, main: bool = False) -> tuple[Tensor, int | None]:
-        """What this process holds of a parameter's shard: (values, None) where that is all of it, else (flat slice, its
-        first element). main: of main parameters, where they are all there is; otherwise as the network sees them."""
+        """Return what this process holds of a parameter's shard: (values, None) where that is all of it, else (flat
+        slice, its first element). main: of main parameters, where they are all there is; otherwise as the network sees
+        them."""
 
     @abstractmethod
     def broadcast_params(self) -> None:

@@ -47,7 +47,7 @@ class Slot(NamedTuple):
 
     @property
     def padded_end(self) -> int:
-        """Where the next parameter may start."""
+        """First position where the next parameter may start."""
         return self.start + _padded(self.numel, ALIGNMENT)
 
 
@@ -64,7 +64,7 @@ class BufferLayout(NamedTuple):
 
     slots: list[Slot]
     vectors_start: int
-    """Where the vectors begin."""
+    """Position of the first vector."""
     buckets: list[BucketRange]
     numel: int
 
@@ -177,7 +177,8 @@ class ParamAndGradBuffer:
 
     @property
     def owned(self) -> list[Range]:
-        """What this process updates: its slice of every bucket, where the optimizer's state is divided, else all."""
+        """Elements that this process updates: its slice of every bucket, where the optimizer's state is divided, else
+        all."""
         shards = self.reduction.shards
         slices = []
         for start, stop, _ in self.layout.buckets:

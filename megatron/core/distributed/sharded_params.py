@@ -57,7 +57,7 @@ class ShardedParamBuffer:
         self.grad_data = torch.zeros(self.layout.numel, dtype=grad_dtype or self.dtype, device=self.device)
         self.starts = [find_first_element(param, reduction.shards) for param in self.params]
         self.adds_itself = self.grad_data.dtype != self.dtype
-        """Whether gradients go another way than torch's, which adds them up in the parameters' number format."""
+        """True if gradients go another way than torch's, which adds them up in the parameters' number format."""
         self.attach_grads()
         for param in self.params if self.adds_itself else ():
             param.register_post_accumulate_grad_hook(_add_to_main_grad)
@@ -88,7 +88,7 @@ class ShardedParamBuffer:
             )
 
     def collect_grads(self) -> None:
-        """Where torch has put a gradient into memory of its own instead, fetch it."""
+        """Fetch a gradient that torch has put into memory of its own instead."""
         for param in () if self.adds_itself else self.params:
             assert isinstance(param.grad, DTensor)
             found = param.grad.to_local()
@@ -125,7 +125,7 @@ def get_local_shard(param: nn.Parameter) -> Tensor:
 
 
 def find_first_element(param: nn.Parameter, shards: Group) -> int:
-    """Where this process's rows begin in the parameter's flat memory."""
+    """Return where this process's rows begin in the parameter's flat memory."""
     rows = param.shape[0]
     # As fully_shard cuts, like torch.chunk: the last processes may have fewer rows, or none.
     rows_per_process = -(-rows // shards.size())

@@ -136,7 +136,7 @@ class TorchFullyShardedDataParallel(ModelChunk):
         return module
 
     def _configure(self, part: Any, reduction: Reduction) -> None:
-        """How an FSDPModule sums gradients."""
+        """Set how an FSDPModule sums gradients."""
         # A plain sum, so that all libraries and sizes round alike; then a division.
         part.set_force_sum_reduction_for_comms(True)
         part.set_gradient_divide_factor(1.0 if _is_divided_later(reduction) else 1.0 / reduction.scale)
@@ -227,7 +227,7 @@ class TorchFullyShardedDataParallel(ModelChunk):
 
     @property
     def _sums_once(self) -> bool:
-        """Whether copies wait for the last microbatch, which must not cost digits: torch adds up what it sends."""
+        """True if copies wait for the last microbatch, which must not cost digits: torch adds up what it sends."""
         return self._has_copies and self.formats.sent == self.formats.grads
 
     @property
@@ -246,7 +246,7 @@ class TorchFullyShardedDataParallel(ModelChunk):
 
 
 def shards_parameters(ddp_config: DistributedDataParallelConfig, groups: ProcessGroupCollection) -> bool:
-    """Whether this run divides its parameters: asked for, and with somebody to divide them with."""
+    """Return whether this run divides its parameters: asked for, and with somebody to divide them with."""
     return ddp_config.use_torch_fsdp2 and not isinstance(groups.dp_cp, SingleRankGroup)
 
 
@@ -260,7 +260,7 @@ def _as_divided_optimizer(ddp_config: DistributedDataParallelConfig) -> Distribu
 
 
 def _make_mesh(holders: Group, reduction: Reduction) -> DeviceMesh:
-    """Those who divide a copy; with several copies [copies, shards]. holders: all of them."""
+    """Make the mesh of those who divide a copy; with several copies [copies, shards]. holders: all of them."""
     device = current_device().type
     shards, copies = reduction.shards, reduction.copies
     # One process may hold its experts alone. Only members make such a group, so that it costs no communication.
@@ -277,8 +277,8 @@ def _make_mesh(holders: Group, reduction: Reduction) -> DeviceMesh:
 
 
 def _is_divided_later(reduction: Reduction) -> bool:
-    """Whether gradients are divided behind the step's last sum instead of by torch, which (2.13) divides twice where a
-    group of one process shards a parameter."""
+    """Return whether gradients are divided behind the step's last sum instead of by torch, which (2.13) divides twice
+    where a group of one process shards a parameter."""
     return isinstance(reduction.shards, SingleRankGroup)
 
 
@@ -363,7 +363,7 @@ def _find_layers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class Formats(NamedTuple):
-    """How divided parameters and their gradients are kept and sent."""
+    """Number formats in which divided parameters and their gradients are kept and sent."""
 
     params: torch.dtype
     """Number format of the divided parameters, which the optimizer updates; the network gets copies in its own."""

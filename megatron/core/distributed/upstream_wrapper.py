@@ -48,7 +48,7 @@ class UpstreamWrapper(nn.Module):
 
     @property
     def expert_parallel_bucket_groups(self) -> list[Bucket]:
-        """Those of experts."""
+        """Bucket groups of experts."""
         return [bucket for buffer in self.expert_parallel_buffers for bucket in buffer.buckets]
 
     @contextmanager

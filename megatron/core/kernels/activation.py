@@ -22,7 +22,7 @@ _BLOCK = 1024  # eight 16-bit numbers, 16 bytes, for each of 128 threads
 
 
 class Form(Protocol):
-    """What the kernels are told of an activation; the fields are those of megatron.core.activations.Activation."""
+    """Description of an activation for the kernels; the fields are those of megatron.core.activations.Activation."""
 
     @property
     def name(self) -> str:
@@ -34,7 +34,7 @@ class Form(Protocol):
 
     @property
     def linear_offset(self) -> float:
-        """What is added to up."""
+        """Offset added to up."""
 
     @property
     def interleave_size(self) -> int | None:
@@ -94,7 +94,7 @@ def _derivative(x, NAME: tl.constexpr):
 
 @triton.jit
 def _find_gate(columns, WIDTH: tl.constexpr, INTERLEAVE: tl.constexpr):
-    """Where in a row of x the gate of each output stands; its up stands INTERLEAVE, or WIDTH, behind it."""
+    """Return where in a row of x the gate of each output stands; its up stands INTERLEAVE, or WIDTH, behind it."""
     if INTERLEAVE is None:
         places = columns
     else:

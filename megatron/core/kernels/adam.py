@@ -44,7 +44,7 @@ def adam_update(
 
 
 def compute_corrections(step: Tensor, betas: tuple[float, float]) -> Tensor:
-    """What Adam divides by because the moments begin at zero: 1 - beta1^step and the root of 1 - beta2^step.
+    """Return what Adam divides by because the moments begin at zero: 1 - beta1^step and the root of 1 - beta2^step.
 
     step: a scalar on the device. Returns [2] float32, computed in float64.
     """

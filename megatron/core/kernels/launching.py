@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether kernels run where a tensor lies, and the one place that launches them.
+"""Launching of kernels, and the answer to whether they run where a tensor lies.
 
 A kernel is a function under `@triton.jit` whose parameters are tensors (pointers in the kernel), numbers, and
 constants, annotated `tl.constexpr`; a function beside it takes and returns tensors, allocates, and calls `launch`. All
@@ -24,7 +24,8 @@ FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def uses_kernels(*tensors: Tensor | None) -> bool:
-    """Whether kernels take these tensors: on a GPU for which Triton compiles, contiguous, in one of `FORMATS`."""
+    """Return whether kernels take these tensors: on a GPU for which Triton compiles, contiguous, in one of
+    `FORMATS`."""
     present = [tensor for tensor in tensors if tensor is not None]
     # Asked in every call of every operation: what sends the CPU away comes first. A compiler writes its own kernels.
     if is_cpu(present[0]) or torch.compiler.is_compiling():
@@ -34,13 +35,13 @@ def uses_kernels(*tensors: Tensor | None) -> bool:
 
 
 def kernels_work(device: torch.device) -> bool:
-    """Whether Triton's kernels run on the device; asked once, then remembered."""
+    """Return whether Triton's kernels run on the device; asked once, then remembered."""
     return find_obstacle(device) is None
 
 
 @functools.cache
 def find_obstacle(device: torch.device) -> str | None:
-    """Why Triton's kernels do not run on the device, in words for the log; None where they do."""
+    """Return why Triton's kernels do not run on the device, in words for the log; None where they do."""
     obstacle = find_kernel_obstacle(device)
     if obstacle is not None:
         return obstacle

@@ -86,7 +86,7 @@ def find_counted_ranges(buffer: FlatBuffer, groups: ProcessGroupCollection) -> l
 
 
 def is_counted(placement: Placement, groups: ProcessGroupCollection) -> bool:
-    """Whether this process counts its shard of the parameter, or what it owns of it."""
+    """Return whether this process counts its shard of the parameter, or what it owns of it."""
     axis, group = ("etp", groups.expt_tp) if placement.is_expert else ("tp", groups.tp)
     return not placement.is_copy and (axis in placement.axes or group.rank() == 0)
 
@@ -109,7 +109,7 @@ def compute_global_norm(tensors: Iterable[tuple[bool, Tensor]], model_sum: Model
 
 
 def compute_clip_divisor(norm: Tensor, max_norm: float) -> Tensor | None:
-    """What gradients are divided by to bring their norm down to `max_norm`, 1 where it is smaller; None for a
+    """Return what gradients are divided by to bring their norm down to `max_norm`, 1 where it is smaller; None for a
     `max_norm` of 0, which means no clipping.
 
     Same formula as torch.nn.utils.clip_grad_norm_, upside down; a scalar on the device, so that asking does not wait.

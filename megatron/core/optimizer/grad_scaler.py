@@ -24,7 +24,7 @@ GROWTH, BACKOFF = 2.0, 0.5
 
 
 class GradScaler(Protocol):
-    """What the loss is multiplied by, and the gradients divided."""
+    """Factor that the loss is multiplied by, and the gradients are divided by."""
 
     scale: Tensor
     """A float32 scalar on the device."""
@@ -39,7 +39,7 @@ class GradScaler(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps; plain numbers."""
+        """Return what a checkpoint keeps; plain numbers."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -93,13 +93,13 @@ class GroupState:
         self._places = list(itertools.accumulate(lengths, initial=0))[:-1]
         self.tensors = {kind: self.allocate(sum(lengths), dtype) for kind, dtype in kinds.items()}
         self.mirrors_model = False
-        """Whether the main parameters are the network's own in other memory, and no state of their own."""
+        """True if the main parameters are the network's own in other memory, and no state of their own."""
         # Filled piece by piece: with a list of copies to join, all of it would be in memory twice for a moment.
         self.main = self.allocate_main(sum(lengths), main_dtype)
         self.copy_model_to_main()
         kept = [buffer.dtype if self.main is None else main_dtype, buffer.grad_data.dtype, *kinds.values()]
         self.is_float32 = all(dtype == torch.float32 for dtype in kept)
-        """Whether `shards` hands out the memory itself, so that all may be asked for before one is updated."""
+        """True if `shards` hands out the memory itself, so that all may be asked for before one is updated."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeros [numel] where the state lies."""
@@ -110,13 +110,13 @@ class GroupState:
         return torch.empty(numel, dtype=main_dtype, device=self.buffer.device) if self.needs_main(main_dtype) else None
 
     def needs_main(self, main_dtype: torch.dtype) -> bool:
-        """Whether the values that are updated are others than the network's own."""
+        """Return whether the values that are updated are others than the network's own."""
         # A sharded buffer holds main parameters itself; a copy in the same format would be the same values twice.
         return self.buffer.dtype not in (torch.float32, main_dtype) and not self.buffer.is_updated_as_it_is
 
     def pieces(self, ranges: Sequence[Range]) -> Iterator[tuple[Range, slice]]:
-        """What this process updates of some ranges of the buffer, in ascending order: where it lies there, and where in
-        the state."""
+        """Yield what this process updates of some ranges of the buffer, in ascending order: where it lies there, and
+        where in the state."""
         for (start, stop), place in zip(self.owned, self._places, strict=True):
             for first, last in intersect_ranges([(start, stop)], ranges):
                 yield (first, last), slice(place + first - start, place + last - start)
@@ -130,7 +130,7 @@ class GroupState:
         return self.buffer.values(*piece) if self.main is None else self.main[place]
 
     def shards(self, ranges: Sequence[Range] | None = None, longest: int | None = None) -> Iterator[FlatShard]:
-        """What this process updates, or of it what lies in `ranges`; at most `longest` elements at a time.
+        """Yield what this process updates, or of it what lies in `ranges`; at most `longest` elements at a time.
 
         The caller updates param and state in place and may overwrite the gradient.
         """
@@ -153,7 +153,7 @@ class GroupState:
                         part.copy_(result)
 
     def memory(self) -> Iterator[FlatMemory]:
-        """What this process updates, as it lies there, for kernels that read and write its formats themselves."""
+        """Yield what this process updates, as it lies there, for kernels that read and write its formats themselves."""
         for piece, place in self._own_pieces():
             state = {kind: tensor[place] for kind, tensor in self.tensors.items()}
             weight = None if self.main is None else self.buffer.values(*piece)

@@ -37,7 +37,7 @@ from megatron.core.timers import Timers
 
 
 class UpdateResult(NamedTuple):
-    """What one step did; unpacks like upstream's tuple."""
+    """Result of one step; unpacks like upstream's tuple."""
 
     update_successful: bool
     """False: gradients were not finite, so neither parameters nor optimizer state changed. True also where that is not
@@ -49,7 +49,7 @@ class UpdateResult(NamedTuple):
 
     @property
     def skipped(self) -> bool:
-        """Whether the update was left out."""
+        """True if the update was left out."""
         return not self.update_successful
 
 
@@ -62,11 +62,11 @@ class _UpdateUnit(NamedTuple):
     on_device: list[ParamGroup]
     """Of these groups, what the device updates."""
     offloaded: list[ParamGroup]
-    """What the host updates."""
+    """Groups that the host updates."""
 
 
 class _Measured(NamedTuple):
-    """What is known of the gradients before an update."""
+    """Measurements of the gradients before an update."""
 
     grad_norm: Tensor
     divisor: Tensor | None
@@ -111,7 +111,7 @@ class MegatronOptimizer(UpstreamMethods):
         self._states = [state for group in self._groups for state in group.states]
         self._units = list(_update_units(self.model_chunks, self._groups))
         self.defers_check = False
-        """Whether `step` may leave it to its caller to find out from the gradient norm, later, that gradients were not
+        """True if `step` may leave it to its caller to find out from the gradient norm, later, that gradients were not
         finite. From such a step on nothing is updated any more, so that it makes no difference when that is; and the
         host need not wait for the device. It waits all the same where the loss scale or the learning rate of the next
         step depends on the answer (float16, check_for_nan_in_grad off), or a rule that cannot keep still."""
@@ -170,7 +170,7 @@ class MegatronOptimizer(UpstreamMethods):
 
     @property
     def grad_scale_func(self) -> Callable[[Tensor], Tensor] | None:
-        """What the loss goes through before backward; None where gradients are not scaled."""
+        """Function that the loss goes through before backward; None where gradients are not scaled."""
         return None if self.grad_scaler is None else self.scale_loss
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -179,11 +179,11 @@ class MegatronOptimizer(UpstreamMethods):
 
     @property
     def loss_scale(self) -> float:
-        """What the next step's loss is multiplied by."""
+        """Factor on the next step's loss."""
         return 1.0 if self.grad_scaler is None else self.grad_scaler.value
 
     def numbers(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside the tensors of `named_slices`: plain numbers."""
+        """Return what a checkpoint keeps beside the tensors of `named_slices`: plain numbers."""
         state: dict[str, Any] = {"step_count": self.step_count, "optimizer": self.config.optimizer}
         if self.grad_scaler is not None:
             state["grad_scaler"] = self.grad_scaler.state_dict()

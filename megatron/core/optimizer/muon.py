@@ -152,14 +152,15 @@ class Muon(UpdateRule):
         return _group_rows(placement.named_parts())
 
     def _find_qkv_split(self, placement: Placement) -> Split | None:
-        """Where queries, keys and values are one matrix, and each is to be orthogonalised for itself: its split."""
+        """Find the split of queries, keys and values that are one matrix, where each is to be orthogonalised for
+        itself."""
         for split in placement.splits:
             if split.dim == 0 and any(part.name == "query" for part in split.parts or ()):
                 return split if self.config.muon_split_qkv else None
         return None
 
     def _compute_scale(self, rows: int, columns: int) -> float:
-        """What the size of an update depends on: rows are outputs, columns are inputs.
+        """Return what the size of an update depends on: rows are outputs, columns are inputs.
 
         spectral: elements as large in every shape (Liu et al., 2025, who take --muon-extra-scale-factor 0.2 to be as
         large as Adam's). unit_rms_norm: Bernstein and Newhouse (2024). shape_scaling: Jordan et al. (2024).

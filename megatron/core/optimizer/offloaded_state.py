@@ -38,8 +38,8 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 
 class StateHome(ABC):
-    """Where offloaded state lies, and the queues between it and the device. overlaps: chunks travel while others are
-    updated. pins_grads, pins_params: whether what travels is in memory that a GPU copies by itself."""
+    """Memory that holds offloaded state, and the queues between it and the device. overlaps: chunks travel while others
+    are updated. pins_grads, pins_params: whether what travels is in memory that a GPU copies by itself."""
 
     def __init__(self, device: torch.device, *, overlaps: bool, pins_grads: bool, pins_params: bool) -> None:
         self.overlaps, self.pins_grads, self.pins_params = overlaps, pins_grads, pins_params
@@ -132,7 +132,7 @@ class FileHome(StateHome):
 
 
 def build_home(config: OptimizerConfig, device: torch.device) -> StateHome | None:
-    """Where the config wants state beside the device; None for nowhere."""
+    """Build the home of state that the config wants beside the device; None for nowhere."""
     if not config.optimizer_cpu_offload or config.optimizer_offload_fraction == 0:
         return None
     options = {
@@ -159,7 +159,7 @@ class OffloadedState(GroupState):
     ) -> None:
         self.home = home
         self._unsent = True
-        """Whether main parameters have changed that the network has not got."""
+        """True if main parameters have changed that the network has not got."""
         self._last_sent: Any = None
         super().__init__(buffer, members, ranges, kinds, main_dtype)
         # Handed out chunk by chunk, never as the memory itself.
@@ -239,7 +239,7 @@ class OffloadedState(GroupState):
 def divide_members(
     members: Sequence[Member], ranges: Sequence[Range], fraction: float, count_owned: Callable[[Range], int]
 ) -> list[tuple[list[Member], list[Range]]]:
-    """What of a group in a buffer is offloaded, and what stays: members and ranges of each, either may be empty.
+    """Return what of a group in a buffer is offloaded, and what stays: members and ranges of each, either may be empty.
 
     Whole parameters, from the beginning of the memory, to which the share of the elements is nearest. count_owned:
     elements of a range that this process updates.

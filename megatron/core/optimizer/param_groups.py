@@ -24,7 +24,7 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class GroupKey(NamedTuple):
-    """What groups are told apart by; the groups' order is that of the keys."""
+    """Key that tells groups apart; the groups' order is that of the keys."""
 
     is_undecayed: bool
     is_decoupled_lr: bool
@@ -104,7 +104,7 @@ def choose_rule(placement: Placement, config: OptimizerConfig) -> str:
 
 
 def make_param_key(placement: Placement, config: OptimizerConfig) -> GroupKey:
-    """What decides the group of a parameter: weight decay, learning rates of its own, update rule."""
+    """Return what decides the group of a parameter: weight decay, learning rates of its own, update rule."""
     return GroupKey(
         is_undecayed=not has_weight_decay(placement, config),
         is_decoupled_lr=config.decoupled_lr is not None and placement.is_vocabulary,

@@ -31,7 +31,7 @@ class ParamKey:
     predicate: ParamPredicate | tuple[ParamPredicate, ...] = ()
 
     def matches(self, param: Any, param_name: str) -> bool:
-        """Whether a parameter, by its name in the whole model, is one of them."""
+        """Return whether a parameter, by its name in the whole model, is one of them."""
         names = (self.name,) if isinstance(self.name, str) else self.name
         marks = (self.attr,) if isinstance(self.attr, str) else self.attr
         asked = self.predicate if isinstance(self.predicate, tuple) else (self.predicate,)

@@ -15,12 +15,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RuleEntry:
-    """What the table says about one update rule."""
+    """Row of the table for one update rule."""
 
     path: str
     """module.Class in this package; `Class.from_config(config, groups)` builds the rule."""
     constants: tuple[str, ...]
-    """Whose constants it reads: of `adam` those fields of OptimizerConfig whose names begin with `adam_`."""
+    """Rules whose constants it reads: of `adam` those fields of OptimizerConfig whose names begin with `adam_`."""
     rest: Callable[[Any], str] | None = None
     """None: the rule takes every parameter. Otherwise it takes the matrices inside the network, which it needs whole,
     each matrix of a stack (the weights of experts) by itself, and this is the name of the rule for everything else:
@@ -38,12 +38,13 @@ RULES: Mapping[str, RuleEntry] = {
 
 
 def needs_whole_matrices(name: str) -> bool:
-    """Whether the rule of this name cannot update a part of a matrix alone."""
+    """Return whether the rule of this name cannot update a part of a matrix alone."""
     return name in RULES and RULES[name].rest is not None
 
 
 def reads_constants(config: Any, of: str) -> bool:
-    """Whether a run reads the constants of `of` ("adam": --adam-beta1, ...), for some of its parameters at least.
+    """Return whether a run reads the constants of `of` ("adam": --adam-beta1, ...), for some of its parameters at
+    least.
 
     config: has the fields of OptimizerConfig. A rule that is not in the table is not known to read any.
     """

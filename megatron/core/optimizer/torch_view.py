@@ -23,7 +23,7 @@ from megatron.core.placement import get_placement
 
 
 class TorchView:
-    """What upstream's `optimizer.optimizer` is asked for: a torch optimizer by its attributes.
+    """Stand-in for upstream's `optimizer.optimizer`: a torch optimizer by its attributes.
 
     param_groups: the optimizer's own dictionaries, whose `params` become the main parameters. state: main parameter ->
     {"exp_avg": ..., "exp_avg_sq": ..., "step": ...}, of what this process updates.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How parameters change in a step, element by element, over flat memory.
+"""Update rules: changes of parameters in a step, element by element, over flat memory.
 
 A rule says which state it keeps for every element (`kinds`) and updates a group in place. Gradients are still to
 be divided by `divisor` (clipping, loss scale): None, or a scalar on the device. A rule of your own is a subclass; see
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 class UpdatedGroup(Protocol):
-    """What a rule sees of a ParamGroup."""
+    """View that a rule has of a ParamGroup."""
 
     options: dict[str, Any]
     """lr, weight_decay and the rule's own options, as they are for this step."""
     states: list[GroupState]
-    """What this process updates, one for each buffer."""
+    """States that this process updates, one for each buffer."""
 
 
 class UpdateRule(ABC):
@@ -61,7 +61,8 @@ class UpdateRule(ABC):
         return {}
 
     def writes_weights(self, state: GroupState) -> bool:
-        """Whether `update` also rounds the main parameters of this state into the network's, in the same pass."""
+        """Return whether `update` also rounds the main parameters of this state into the network's, in the same
+        pass."""
         return False
 
     def stack_starts(self) -> dict[str, int]:

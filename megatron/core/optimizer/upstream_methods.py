@@ -63,7 +63,7 @@ class UpstreamMethods(ABC):
         return self.optimizer.copies
 
     def get_parameters(self) -> list[Tensor]:
-        """What is updated here, main parameters where there are any."""
+        """Return what is updated here, main parameters where there are any."""
         return list(self.optimizer.state)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -74,7 +74,7 @@ class UpstreamMethods(ABC):
     @property
     @abstractmethod
     def loss_scale(self) -> float:
-        """What the next step's loss is multiplied by."""
+        """Factor on the next step's loss."""
 
     def get_loss_scale(self) -> Tensor:
         """Return what losses are multiplied by, [1] float32; 1 without loss scaling."""

@@ -18,12 +18,12 @@ from megatron.core.process_groups_config import Group, ProcessGroupCollection
 
 
 def locate_member(member: Member) -> Range:
-    """Where a parameter lies in its buffer."""
+    """Return where a parameter lies in its buffer."""
     return member.slot.start, member.slot.start + member.slot.numel
 
 
 def is_cut(buffer: FlatBuffer, member: Member) -> bool:
-    """Whether the slices of several processes meet in the matrix."""
+    """Return whether the slices of several processes meet in the matrix."""
     first, last = locate_member(member)
     shards = buffer.reduction.shards.size()
     for start, stop, _ in buffer.layout.buckets:
@@ -40,19 +40,19 @@ def find_cutting_group(split: Split, groups: ProcessGroupCollection) -> Group:
 
 
 def take_single(placement: Placement) -> Placement:
-    """What one matrix of a stack is: whoever has it has a part of it as the other dimensions are split."""
+    """Return what one matrix of a stack is: whoever has it has a part of it as the other dimensions are split."""
     splits = tuple(dataclasses.replace(split, dim=split.dim - 1) for split in placement.splits if split.dim > 0)
     return dataclasses.replace(placement, full_shape=placement.full_shape[1:], splits=splits)
 
 
 def take_stack(placement: Placement, count: int) -> Placement:
-    """What `count` matrices of a stack are that this process has, as a stack of their own."""
+    """Return what `count` matrices of a stack are that this process has, as a stack of their own."""
     splits = tuple(split for split in placement.splits if split.dim > 0)
     return dataclasses.replace(placement, full_shape=(count, *placement.full_shape[1:]), splits=splits)
 
 
 def is_ours(state: GroupState, member: Member) -> bool:
-    """Whether this process updates something of the matrix."""
+    """Return whether this process updates something of the matrix."""
     return any(True for _ in state.pieces([locate_member(member)]))
 
 
@@ -92,6 +92,6 @@ def _assemble(
 
 
 def _read_own(state: GroupState, member: Member, values: Callable[[FlatShard], Sequence[Tensor]]) -> list[Tensor]:
-    """What this process has of a matrix, flat."""
+    """Return what this process has of a matrix, flat."""
     pieces = [values(shard) for shard in state.shards([locate_member(member)])]
     return [torch.cat(parts) for parts in zip(*pieces, strict=True)]

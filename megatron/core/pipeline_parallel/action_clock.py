@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When the actions of one step really began and ended on this process.
+"""Times at which the actions of one step really began and ended on this process.
 
 A measured action begins when its input is there: waiting for a neighbour is idle time, as in timelines.py.
 """

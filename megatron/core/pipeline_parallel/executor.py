@@ -55,7 +55,7 @@ Signals = Mapping[int, Sequence[Callable[[], None]]]
 
 @dataclass
 class RunOutputs:
-    """What the rank with the last layers collected in a step: one loss dict for each microbatch, detached."""
+    """Outputs that the rank with the last layers collected in a step: one loss dict for each microbatch, detached."""
 
     loss_dicts: list[Any] = field(default_factory=list)
     num_tokens: int | Tensor = 0
@@ -182,7 +182,7 @@ class Executor:
             losses.begin_step(value)
 
     def _transfers(self, shape: Sequence[int] | None) -> P2PTransfers | None:
-        """What carries out this step's sends and receives; None where one process has all stages."""
+        """Return what carries out this step's sends and receives; None where one process has all stages."""
         if self.stages.stages == 1:
             return None
         config = self.config
@@ -197,7 +197,7 @@ class Executor:
         states = [1] * (self.stages.count - 1) if count_states is None else count_states(self.stages)
 
         def shape_of(transfer: Transfer) -> tuple[int, ...]:
-            """What goes forward comes from this stage when it is sent, and gradients go the same way back."""
+            """Return the shape of what is sent or received: that of the forward transfer over the same border."""
             stage = self.stages.index(self.groups.pp.rank(), transfer.chunk)
             leaves = (transfer.what == "F") == (transfer.kind == "send")
             assert shape is not None
@@ -321,12 +321,12 @@ def _run_whole_model(
 
 
 class _KeptForBackward(NamedTuple):
-    """What forward of a microbatch leaves for its backward."""
+    """Tensors that forward of a microbatch leaves for its backward."""
 
     hidden_states_in: Tensor | None
     """None on the first virtual stage."""
     root: GradientEdge
-    """Where backward begins: the output's place in the graph, or the loss's. The output itself need not stay."""
+    """Node where backward begins: the output's place in the graph, or the loss's. The output itself need not stay."""
     loss: Tensor | None
     """On the last virtual stage."""
 
@@ -357,7 +357,7 @@ class _StageStep:
         self.outgoing: dict[TensorKey, Tensor] = {}
         """Computed, and not yet posted to be sent."""
         self.local: dict[TensorKey, Tensor] = {}
-        """What has come for actions, by the key under which they take it; also between two chunks of this rank."""
+        """Tensors that have come for actions, by the key under which they are taken; also from this rank's chunks."""
 
     def run(self, program: Sequence[Action | Transfer], signals: Signals) -> None:
         """Everything in order. signals: by position, what to call before an action.

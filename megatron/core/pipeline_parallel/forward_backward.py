@@ -76,8 +76,8 @@ class _Kept:
 
 
 def _executor_for(chunks: list[nn.Module], groups: ProcessGroupCollection, config: Any) -> Executor:
-    """That of the last step where chunks, groups and pipeline are still the same: with NCCL a new one would connect the
-    stages anew, and each looks through all modules for auxiliary losses."""
+    """Return the executor of the last step where chunks, groups and pipeline are still the same: with NCCL a new one
+    would connect the stages anew, and each looks through all modules for auxiliary losses."""
     kept = chunks[0].__dict__.get("_pipeline_executor")
     executor = kept.executor if isinstance(kept, _Kept) else None
     if (

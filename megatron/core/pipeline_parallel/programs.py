@@ -55,7 +55,7 @@ class Transfer(NamedTuple):
     """The same number on both sides, and for no other transfer of the step."""
 
     def goes_up(self, rank: int) -> bool:
-        """Whether it goes from a lower rank to a higher one, seen from `rank`, whose transfer it is."""
+        """Return whether it goes from a lower rank to a higher one, seen from `rank`, whose transfer it is."""
         return (self.kind == "send") == (self.peer > rank)
 
 
@@ -107,7 +107,7 @@ class Pipeline:
 
     @property
     def defers_weight_gradients(self) -> bool:
-        """Whether weight gradients are computed by actions of their own."""
+        """True if weight gradients are computed by actions of their own."""
         return self.schedule in DEFERS_WEIGHT_GRADIENTS or self.delays_weights
 
     def tables(self, microbatches: int) -> list[list[Action]]:
@@ -123,7 +123,7 @@ class Pipeline:
         )
 
     def defers_head(self, rank: int) -> bool:
-        """Whether this rank has the output layer and computes its weight gradient later than the others."""
+        """Return whether this rank has the output layer and computes its weight gradient later than the others."""
         return self.head_deferral is not None and rank == self.shape.holder(self.shape.count - 1)[0]
 
     def program(self, rank: int, microbatches: int, forward_only: bool = False) -> Program:
@@ -132,7 +132,7 @@ class Pipeline:
         return _plan(self, microbatches, forward_only)[rank]
 
     def problem(self, microbatches: int) -> str | None:
-        """Why a step of so many microbatches cannot run; None where it can."""
+        """Return why a step of so many microbatches cannot run; None where it can."""
         if self.schedule != "interleaved":
             return None
         return interleaved_problem(self.shape.stages, microbatches, self.group_size or self.shape.stages)

@@ -145,7 +145,7 @@ def interleaved(
 
 
 def interleaved_problem(stages: int, microbatches: int, group_size: int) -> str | None:
-    """Why the interleaved schedule cannot run these numbers; None where it can."""
+    """Return why the interleaved schedule cannot run these numbers; None where it can."""
     if group_size < stages:
         return (
             f"--microbatch-group-size-per-virtual-pipeline-stage {group_size} is below "

@@ -28,7 +28,7 @@ MILLISECONDS = 1000.0
 
 
 class Costs(NamedTuple):
-    """How long one action on one chunk takes, in any unit."""
+    """Duration of each kind of action on one chunk, in any unit."""
 
     forward: float = 1.0
     backward: float = 2.0
@@ -44,7 +44,7 @@ class Costs(NamedTuple):
 
 UNDIVIDED = Costs()
 EQUAL_PARTS = Costs(forward=1.0, backward=1.0, weight=1.0)
-"""What zero-bubble schedules are designed for: backward in two halves, each as long as the forward."""
+"""Durations that zero-bubble schedules are designed for: backward in two halves, each as long as the forward."""
 
 
 class Event(NamedTuple):
@@ -57,7 +57,7 @@ class Event(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """When each action of a schedule ran, and what follows from that."""
+    """Times at which the actions of a schedule ran, and what follows from them."""
 
     events: list[Event]
     """In an order in which one process could run them all: by start, and by what they need."""
@@ -158,8 +158,8 @@ def _next_events(
 
 
 def _comes_before(need: tuple[str, int, int], within: Collection[tuple[str, int, int]]) -> bool:
-    """Whether a need of actions side by side must be met before they begin: a W takes from the B at its side what that
-    has left so far, all others need whole results."""
+    """Return whether a need of actions side by side must be met before they begin: a W takes from the B at its side
+    what that has left so far, all others need whole results."""
     return need not in within or need[0] != "B"
 
 
@@ -180,7 +180,7 @@ class MeasuredStep(NamedTuple):
     side_by_side: bool
     delays_weights: bool
     notes: tuple[str, ...] = ()
-    """What was left out."""
+    """Sentences on what was left out."""
 
 
 def read_trace(directory: Path, iteration: int | None = None) -> MeasuredStep:

@@ -45,7 +45,7 @@ class WeightGradQueue:
 
     @property
     def is_open(self) -> bool:
-        """Whether a backward pass is being collected, so that `defer` would take work now."""
+        """True if a backward pass is being collected, so that `defer` would take work now."""
         return self._open_for is not None
 
     def defer(self, compute: Callable[[], object]) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tensor-parallel linear layers communicate around their product, and what of it runs beside computation.
+"""Communication of tensor-parallel linear layers around their product, and the part of it that runs beside computation.
 
 Each layer has one plan, chosen when it is built:
 

@@ -51,14 +51,14 @@ from megatron.core.tensor_parallel.products import Kept, Matmul, Product
 OPERANDS = ("input", "weight", "grad")
 INPUT, WEIGHT, GRAD = range(3)
 STATISTICS = ("amax", "signal", "noise", "overflow", "underflow", "elements")
-"""What is summed up of an operand with --log-fp8-stats; the first is a maximum. signal and noise are sums of squares;
+"""Sums taken over an operand with --log-fp8-stats; the first is a maximum. signal and noise are sums of squares;
 overflow counts values beyond the format's greatest one, underflow those that became 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FP8Recipe:
-    """How operands become 8-bit or 4-bit numbers, and who multiplies them. The fields are those of the flags
-    `--fp8-...`."""
+    """Conversion of operands to 8-bit or 4-bit numbers, and the choice of who multiplies them. The fields are those of
+    the flags `--fp8-...`."""
 
     name: str
     """Of --fp8-recipe, or of --fp4-recipe."""
@@ -71,9 +71,9 @@ class FP8Recipe:
     rounds_weight_grad: bool = True
     is_native: bool = False
     measures: bool = False
-    """Whether to sum up STATISTICS."""
+    """True if to sum up STATISTICS."""
     may_fall_back: bool = False
-    """Whether a layer may go over to 16 bits during the run, which checkpoints then keep."""
+    """True if a layer may go over to 16 bits during the run, which checkpoints then keep."""
     replicas: int = 1
     """By how much output gradients are larger here than in one process: a process divides its loss by its own
     microbatches, and the mean over replicas comes later. Histories and scales are kept as in one process."""
@@ -83,7 +83,7 @@ class FP8Recipe:
         return E5M2 if self.hybrid and operand == GRAD else E4M3
 
     def has_one_scale(self, operand: int) -> bool:
-        """Whether rounding is the same for either direction of the sum."""
+        """Return whether rounding is the same for either direction of the sum."""
         has_square_blocks = self.name in ("blockwise", "nvfp4")
         return self.name in ("delayed", "tensorwise") or (has_square_blocks and operand == WEIGHT)
 
@@ -121,7 +121,7 @@ class FP8Recipe:
 
 
 def find_kernel(recipe: str, *, emulates: bool, device: torch.device) -> bool:
-    """Whether products run on the device's own kernel for 8 bits; False where they are emulated.
+    """Return whether products run on the device's own kernel for 8 bits; False where they are emulated.
 
     emulates: --fp8-emulation. Raises ConfigError for a GPU that cannot, unless it is to be emulated there.
     """
@@ -183,7 +183,7 @@ class FP8Matmul(Product, HasScales):
         self.name = recipe.describe()
         self._exact = Matmul(accumulates=accumulates, out_dtype=out_dtype) if exact is None else exact
         self.falls_back = False
-        """Whether products are exact ones from now on: what `fallen_back` says, on the host."""
+        """True if products are exact ones from now on: what `fallen_back` says, on the host."""
         if recipe.may_fall_back:
             self.register_buffer("fallen_back", torch.zeros((), dtype=torch.int64, device=current_device()))
         if recipe.name == "delayed":
@@ -421,7 +421,7 @@ class FP8Matmul(Product, HasScales):
 
 
 def _is_same_memory(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors, of which the first is still held, are the same elements in the same order."""
+    """Return whether two tensors, of which the first is still held, are the same elements in the same order."""
     same_place = left.data_ptr() == right.data_ptr() and left.numel() == right.numel()
     return same_place and left.is_contiguous() and right.is_contiguous()
 

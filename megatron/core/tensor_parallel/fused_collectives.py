@@ -49,9 +49,9 @@ class FusedCollectives:
 
 
 def choose_fused_collectives(group: Group) -> FusedCollectives | None:
-    """Those of a group whose members have one GPU each on this machine, linked by NVLink, with several hardware queues;
-    None elsewhere. Waits for the group's other members: all get the same answer, because ranks that communicate in
-    other ways would wait for each other for ever. Asked where layers are made, never in a step."""
+    """Return the fused collectives of a group whose members have one GPU each on this machine, linked by NVLink, with
+    several hardware queues; None elsewhere. Waits for the group's other members: all get the same answer, because ranks
+    that communicate in other ways would wait for each other for ever. Asked where layers are made, never in a step."""
     if isinstance(group, SingleRankGroup | PretendGroup):
         return None
     members = torch_group(group)  # not metered: what is counted is what steps send
@@ -61,8 +61,8 @@ def choose_fused_collectives(group: Group) -> FusedCollectives | None:
 
 
 def can_fuse_collectives(group: Group) -> bool:
-    """Whether it is possible as far as this process sees: its environment, its PyTorch, the links that its driver
-    tells of."""
+    """Return whether it is possible as far as this process sees: its environment, its PyTorch, the links that its
+    driver tells of."""
     if not has_several_queues() or TorchVersion(torch.__version__) < _FIRST_RELEASE:
         return False
     ranks = group_ranks(group)

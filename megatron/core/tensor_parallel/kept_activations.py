@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an activation waits for backward when it is not simply kept: the ways, and the one context that puts them in
+"""Ways in which an activation waits for backward when it is not simply kept, and the one context that puts them in
 force.
 
 | way         | what waits                                 | in backward                 | price                       |
@@ -36,10 +36,10 @@ from megatron.core.process_groups_config import Group
 
 
 class Way(ABC):
-    """How a tensor that backward needs is held between forward and backward."""
+    """Way to hold a tensor between forward and backward."""
 
     def takes(self, value: Tensor) -> bool:
-        """Whether a tensor that `keep_all_as` meets is to go this way."""
+        """Return whether a tensor that `keep_all_as` meets is to go this way."""
         return True
 
     @abstractmethod
@@ -150,7 +150,7 @@ class _Rule:
         self._value = None
 
     def concerns(self, kept: Tensor) -> bool:
-        """Whether `kept` is the value, or a view of all its elements in their order, and still unchanged."""
+        """Return whether `kept` is the value, or a view of all its elements in their order, and still unchanged."""
         # Operations may keep a view or a detached twin, so the memory is compared, not the object. A value that was
         # changed in place since is another one, which its function would not compute.
         value = self.value
@@ -162,8 +162,8 @@ class _Rule:
         return same_strides or (kept.is_contiguous() and value.is_contiguous())
 
     def is_permuted(self, kept: Tensor) -> bool:
-        """Whether `kept` has the elements of the value, unchanged, with its dimensions in another order: attention
-        kernels want heads before positions."""
+        """Return whether `kept` has the elements of the value, unchanged, with its dimensions in another order:
+        attention kernels want heads before positions."""
         value = self.value
         if kept.untyped_storage()._cdata != self.storage or kept._version != self.version:
             return False
@@ -193,7 +193,7 @@ _RULES: ContextVar[_Rules] = ContextVar("rules in force", default=())
 
 @contextlib.contextmanager
 def keep_as(value: Tensor, way: Way) -> Iterator[None]:
-    """What operations in this block keep of `value` for backward waits as the way says; everything else is kept.
+    """Make what operations in this block keep of `value` for backward wait as the way says; everything else is kept.
 
     A copy of it, or a view of some of its elements, is kept, too. Blocks may be nested.
     """
@@ -207,7 +207,7 @@ def keep_as(value: Tensor, way: Way) -> Iterator[None]:
 
 @contextlib.contextmanager
 def keep_all_as(way: Way) -> Iterator[None]:
-    """What operations in this block keep for backward waits as the way says, where it takes it; but for values that
+    """Make what operations in this block keep for backward wait as the way says, where it takes it; but for values that
     have a `keep_as` of their own, inside or outside of the block."""
     # In front: the last rule wins, and those of single values come last.
     with _in_force((_RuleOfAll(way), *_RULES.get())):
@@ -236,7 +236,8 @@ def set_aside() -> Iterator[None]:
 
 
 def has_way(value: Tensor) -> bool:
-    """Whether a block around here says how this tensor waits, so that nobody needs to keep it in another form."""
+    """Return whether a block around here says how this tensor waits, so that nobody needs to keep it in another
+    form."""
     return any(isinstance(rule, _Rule) and (rule.concerns(value) or rule.is_permuted(value)) for rule in _RULES.get())
 
 

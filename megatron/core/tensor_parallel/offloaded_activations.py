@@ -41,7 +41,7 @@ _LARGEST_SHARE = 64  # times as large as a view the memory may be that is moved 
 
 @dataclass(frozen=True)
 class OffloadChoice:
-    """What of a pipeline stage's forward pass goes to the host."""
+    """Choice of the parts of a pipeline stage's forward pass that go to the host."""
 
     parts: frozenset[str] = frozenset()
     """Of every layer, what these parts keep (`offload`)."""
@@ -56,7 +56,7 @@ class OffloadChoice:
     most_groups_in_flight: int | None = None
     """Groups whose copies to the host may be under way before the computation waits for the oldest."""
     keeps_buffers: bool = True
-    """Whether the host's memory stays allocated between steps."""
+    """True if the host's memory stays allocated between steps."""
 
 
 class Offloader:
@@ -96,7 +96,7 @@ class Offloader:
         return keep_all_as(_OnHost(current))
 
     def has_room_for(self, bytes_before: int, number: int) -> bool:
-        """Whether so many further bytes of a pass go to the host, after those before them."""
+        """Return whether so many further bytes of a pass go to the host, after those before them."""
         choice = self.choice
         # What experts keep differs from pass to pass: all of it is never more than there was.
         if self._pass_bytes is None or (choice.fraction == 1.0 and choice.kept_bytes == 0):
@@ -212,19 +212,19 @@ class _Offloaded:
 
 
 class _Pass:
-    """What one forward pass has sent, in its order."""
+    """Tensors that one forward pass has sent, in its order."""
 
     def __init__(self, offloader: Offloader) -> None:
         self.offloader = offloader
         self.groups = 0
         self.bytes = 0
-        """That were eligible so far."""
+        """Bytes that were eligible so far."""
         self._sent: list[weakref.ref[_Offloaded]] = []
         # A weak reference keeps the number of a storage from being given to another one.
         self._by_storage: dict[tuple[int, int], tuple[StorageWeakRef, weakref.ref[_Offloaded]]] = {}
 
     def send(self, value: Tensor, group: int) -> _Offloaded | None:
-        """What holds the memory that `value` is a view of on the host; None where it stays on the device."""
+        """Return what holds the memory that `value` is a view of on the host; None where it stays on the device."""
         storage = value.untyped_storage()
         key = storage._cdata, value._version
         known = self._by_storage.get(key)
@@ -297,7 +297,7 @@ def _find_pass(part: str) -> _Pass | None:
 
 
 def offload(part: str, only: Sequence[Tensor] | None = None) -> contextlib.AbstractContextManager[None]:
-    """What operations in this block keep waits on the host, where the stage offloads this part of its layers.
+    """Make what operations in this block keep wait on the host, where the stage offloads this part of its layers.
 
     only: of it the memory of these tensors alone. What another block computes again is not kept at all.
     """
@@ -309,8 +309,8 @@ def offload(part: str, only: Sequence[Tensor] | None = None) -> contextlib.Abstr
 
 
 def hold(part: str, value: Tensor) -> Callable[[], Tensor]:
-    """What returns the value in backward, from the host where the stage offloads this part: for functions that compute
-    something again from it, and would otherwise hold its memory."""
+    """Return a function that returns the value in backward, from the host where the stage offloads this part: for
+    functions that compute something again from it, and would otherwise hold its memory."""
     current = _find_pass(part)
     if current is None or not torch.is_grad_enabled():
         return lambda: value

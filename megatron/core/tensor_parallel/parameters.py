@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a parameter is declared, named and filled: once, and the same for every layout.
+"""Declaration, naming and filling of parameters: once, and the same for every layout.
 
 A layer declares what its parameter is (full shape, how it is split, which distribution it starts from) and allocates
 only this rank's shard. The outermost constructor then calls `initialise_parameters`, which names and fills them:

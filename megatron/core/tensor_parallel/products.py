@@ -36,7 +36,7 @@ from megatron.core.tensor_parallel.kept_activations import has_way
 from megatron.core.tensor_parallel.parameters import parameter_dtype
 
 Kept = Tensor | tuple[Tensor, ...]
-"""What weight_grad reads of an input: the input itself, or the tensors of a smaller form of it."""
+"""Data that weight_grad reads of an input: the input itself, or the tensors of a smaller form of it."""
 
 
 class Product(ABC):
@@ -53,18 +53,18 @@ class Product(ABC):
     name: str
     """The implementation, as the log shows it."""
     accumulates: bool = True
-    """Whether weight gradients are added into `weight.main_grad`, where the weight has one, instead of returned."""
+    """True if weight gradients are added into `weight.main_grad`, where the weight has one, instead of returned."""
     by_autograd: bool = False
-    """Whether forward is made of operators that torch differentiates, and is to be left to it: weight gradients are
+    """True if forward is made of operators that torch differentiates, and is to be left to it: weight gradients are
     then never added into main_grad."""
     is_deferrable: bool = True
-    """Whether a zero-bubble schedule may compute the weight gradient later than the input gradient."""
+    """True if a zero-bubble schedule may compute the weight gradient later than the input gradient."""
     out_dtype: torch.dtype | None = None
     """Number format of the result; that of the operands when None."""
     is_plain: bool = False
-    """Whether Y and dX are torch's products of the operands as they are, so that a collective may have them inside."""
+    """True if Y and dX are torch's products of the operands as they are, so that a collective may have them inside."""
     has_smaller_form: bool = False
-    """Whether forward_keeping returns a form of the input in fewer bytes, instead of the input."""
+    """True if forward_keeping returns a form of the input in fewer bytes, instead of the input."""
 
     @abstractmethod
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
@@ -220,7 +220,7 @@ def choose_lookup(config: ModelParallelConfig) -> Product:
 
 
 def accumulates_weight_grads(config: ModelParallelConfig) -> bool:
-    """Whether weight gradients are added into the gradient buffer inside the product."""
+    """Return whether weight gradients are added into the gradient buffer inside the product."""
     return config.gradient_accumulation_fusion
 
 
@@ -240,14 +240,14 @@ def add_weight_grad(main_grad: Tensor, grad: Tensor, rows: Tensor) -> None:
 
 
 class CommunicationPlan:
-    """What a parallel layer communicates around its product, and when: here nothing, its group has one member.
+    """Communication of a parallel layer around its product, and its times: here nothing, its group has one member.
 
     Plans of larger groups: communication_plans.py.
     """
 
     @property
     def name(self) -> str:
-        """What is communicated, and how, for the log; nothing when empty."""
+        """Description of the communication, for the log; nothing when empty."""
         return ""
 
     def multiply(self, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -310,7 +310,7 @@ def save_kept(ctx: Any, kept: Kept, ends: Tensor | None = None) -> None:
 
 
 def load_kept(ctx: Any) -> tuple[Any, Tensor | None]:
-    """What save_kept saved."""
+    """Load what save_kept saved."""
     *kept, ends = ctx.saved_tensors
     return (tuple(kept) if ctx.has_smaller_form else kept[0]), ends
 
@@ -324,18 +324,19 @@ def sum_bias_grad(grad: Tensor, weight: Tensor) -> Tensor:
 
 
 class WeightGradDeferral(Protocol):
-    """What a zero-bubble schedule attaches to a weight, as `weight.weight_grad_queue`, to have its gradient later."""
+    """Object that a zero-bubble schedule attaches to a weight, as `weight.weight_grad_queue`, to have its gradient
+    later."""
 
     @property
     def is_open(self) -> bool:
-        """Whether `defer` would take work now."""
+        """True if `defer` would take work now."""
 
     def defer(self, compute: Callable[[], object]) -> bool:
         """Take the work and return True; return False where the caller is to do it at once."""
 
 
 def defers_weight_grad(product: Product, weight: Tensor) -> bool:
-    """Whether a weight gradient that is asked for now would be computed later."""
+    """Return whether a weight gradient that is asked for now would be computed later."""
     queue: WeightGradDeferral | None = getattr(weight, "weight_grad_queue", None)
     return queue is not None and queue.is_open and product.is_deferrable
 
@@ -343,7 +344,7 @@ def defers_weight_grad(product: Product, weight: Tensor) -> bool:
 def finish_weight_grad(
     product: Product, weight: Tensor, grad: Tensor, x: Kept | Callable[[], Kept], ends: Tensor | None = None
 ) -> Tensor | None:
-    """What backward returns for the weight: its gradient, or None when that is in main_grad, or will be.
+    """Return what backward returns for the weight: its gradient, or None when that is in main_grad, or will be.
 
     grad: dY [tokens, out]. x: what was kept of X, or what makes it when its turn comes (a gather).
     """
@@ -397,8 +398,8 @@ def _multiply_in_float32(a: Tensor, b: Tensor) -> Tensor:
 
 
 def has_wide_product(x: Tensor, weight: Tensor) -> bool:
-    """Whether `multiply_wide` is the way to multiply these in float32: bfloat16 tensors on a GPU, with a torch that has
-    products of a wider result."""
+    """Return whether `multiply_wide` is the way to multiply these in float32: bfloat16 tensors on a GPU, with a torch
+    that has products of a wider result."""
     is_bfloat16 = x.dtype == weight.dtype == torch.bfloat16
     return is_bfloat16 and not is_cpu(x) and "dtype" in torch.ops.aten.mm.overloads()
 
@@ -427,7 +428,7 @@ def wide_dtype(x: Tensor) -> torch.dtype:
 
 
 def is_wide(x: Tensor) -> bool:
-    """Whether x has that format already."""
+    """Return whether x has that format already."""
     return x.dtype == wide_dtype(x)
 
 
@@ -448,7 +449,7 @@ _LEAST_MULTIPLICATIONS = 1 << 21
 
 @functools.cache
 def onednn_is_faster() -> bool:
-    """Whether this process's processor is one for which oneDNN's float32 products are the faster ones."""
+    """Return whether this process's processor is one for which oneDNN's float32 products are the faster ones."""
     has_both = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
     has_wide_vectors = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     return has_both and has_wide_vectors and _find_maker() not in ("", "GenuineIntel")
@@ -466,7 +467,7 @@ def _find_maker() -> str:
 
 
 def takes_onednn(a: Tensor, b: Tensor) -> bool:
-    """Whether `multiply_by_onednn` is the faster way to multiply a [..., k] by b [k, n]."""
+    """Return whether `multiply_by_onednn` is the faster way to multiply a [..., k] by b [k, n]."""
     if not onednn_is_faster() or a.dtype != torch.float32 or b.dtype != torch.float32 or not is_cpu(a):
         return False
     k, n = b.shape

@@ -111,7 +111,7 @@ class CudaRNGStatesTracker:
         self._states = {}
 
     def is_initialized(self) -> bool:
-        """Whether any stream was added."""
+        """Return whether any stream was added."""
         return bool(self._states)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every tokenizer offers to preprocessing, datasets, training and generation."""
+"""Interface of every tokenizer to preprocessing, datasets, training and generation."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Tokenizer(ABC):
     @property
     @abstractmethod
     def unique_identifiers(self) -> dict[str, str]:
-        """What tells this tokenizer from every other one, for names of cached indices."""
+        """Facts that tell this tokenizer from every other one, for names of cached indices."""
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:

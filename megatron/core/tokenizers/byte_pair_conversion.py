@@ -71,7 +71,7 @@ makes pieces, but tiktoken drops it."""
 
 
 class NotConvertible(Exception):
-    """Why a tokenizer has to stay with the `tokenizers` library."""
+    """Reason that a tokenizer has to stay with the `tokenizers` library."""
 
 
 @dataclass(frozen=True)

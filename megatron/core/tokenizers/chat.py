@@ -17,7 +17,7 @@ Message = Mapping[str, Any]
 
 
 def is_file_name(value: str) -> bool:
-    """Whether a --chat-template names a file: without template marks it does."""
+    """Return whether a --chat-template names a file: without template marks it does."""
     return "{%" not in value and "{{" not in value
 
 

@@ -42,11 +42,11 @@ class EncoderMismatch(Exception):
 
 
 class DocumentEncoder(Protocol):
-    """What preprocessing needs of a tokenizer."""
+    """Methods that preprocessing needs of a tokenizer."""
 
     tokenizer: Tokenizer
     description: str
-    """Which encoder it is, and why."""
+    """Name of the encoder, and the reason for it."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Ids of each text, uint32 [tokens]."""

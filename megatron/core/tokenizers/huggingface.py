@@ -235,7 +235,7 @@ def _missing(model: str, json_path: Path) -> str:
 
 
 def read(path: Path, reader: Callable[[], Any], or_path: str = "") -> Any:
-    """What `reader` returns; whatever the library says about a broken file becomes a DataError."""
+    """Return what `reader` returns; whatever the library says about a broken file becomes a DataError."""
     try:
         return reader()
     except Exception as error:
@@ -306,7 +306,7 @@ def add_special(backend: tokenizers.Tokenizer, tokens: Iterable[str]) -> None:
 
 
 def digest_files(*paths: Path) -> str:
-    """What tells the content of these files from any other."""
+    """Return what tells the content of these files from any other."""
     digest = hashlib.blake2b(digest_size=16)
     for path in paths:
         digest.update(path.read_bytes())

@@ -30,7 +30,7 @@ PATTERNS = {
         r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
 }
-"""How text is cut into words, by --tiktoken-pattern."""
+"""Patterns that cut text into words, by --tiktoken-pattern."""
 
 
 class TikTokenizer(Tokenizer):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What describes a tokenizer: the fields are flags of training and of the data tools alike."""
+"""Settings that describe a tokenizer: the fields are flags of training and of the data tools alike."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NEEDED = {
     "BertWordPieceCase": ("vocab_file",),
     "NullTokenizer": ("vocab_size",),
 }
-"""What a tokenizer is made from; of other types, of their --tokenizer-model."""
+"""Settings that a tokenizer is made from; other types are made from their --tokenizer-model."""
 
 
 @dataclass(kw_only=True)
@@ -58,7 +58,7 @@ class TokenizerOptions(CheckedConfig):
     """Special tokens to add. TikTokenizer: all named special tokens in the order of their ids, <unk> <s> </s> <mask>
     <pad> <cls> <sep> among them."""
     tiktoken_pattern: str | None = flag(None, choices=("v1", "v2"))
-    """How TikTokenizer cuts text into words; v2 when not given."""
+    """Pattern by which TikTokenizer cuts text into words; v2 when not given."""
     tiktoken_num_special_tokens: int = flag(1000, minimum=7, maximum=1_000_000, unit="tokens")
     """Ids that TikTokenizer keeps for special tokens, before all others."""
     tokenizer_sentencepiece_legacy: bool = False
@@ -83,8 +83,8 @@ class TokenizerOptions(CheckedConfig):
     sft_tokenizer_prompt_format: str = flag(
         "nemotron-h-aligned", choices=(*PROMPT_FORMATS, *UNSUPPORTED_FORMATS), unsupported_choices=UNSUPPORTED_FORMATS
     )
-    """How SFTTokenizer writes conversations: nemotron-h-aligned, identity (the contents alone), or default (the
-    tokenizer's own chat template)."""
+    """Form in which SFTTokenizer writes conversations: nemotron-h-aligned, identity (the contents alone), or default
+    (the tokenizer's own chat template)."""
 
     def list_missing(self) -> list[str]:
         """The flags that this type of tokenizer needs and that are not given."""

@@ -81,7 +81,7 @@ class TransformersTokenizer(Tokenizer):
 
 
 def has_own_code(model: str) -> bool:
-    """Whether this is a directory whose tokenizer_config.json names code for the tokenizer."""
+    """Return whether this is a directory whose tokenizer_config.json names code for the tokenizer."""
     try:
         config = json.loads((Path(model) / "tokenizer_config.json").read_text(encoding="utf-8"))
         return bool(config["auto_map"]["AutoTokenizer"])

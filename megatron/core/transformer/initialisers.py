@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which distribution each kind of weight starts from.
+"""Initial distribution of each kind of weight.
 
 | weights                              | standard deviation of the normal distribution       |
 |--------------------------------------|-----------------------------------------------------|

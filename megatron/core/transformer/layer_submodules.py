@@ -29,7 +29,7 @@ class TransformerLayerSubmodules:
     post_mlp_layernorm: Any = None
     sharded_state_dict_keys_map: Mapping[str, str] = field(default_factory=dict)
     moe: Any = None
-    """What takes the place of `mlp` in layers with experts, where both are to be had from one spec."""
+    """Spec in the place of `mlp` in layers with experts, where both are to be had from one spec."""
     other_kinds: Mapping[str, Any] = field(default_factory=dict)
     """Parts of further kinds of branches (core/plan/kinds.py), by name."""
     weight_names: WeightNames = "own"

@@ -47,7 +47,7 @@ class MLPSubmodules:
 
 
 def uses_fused_activation(config: TransformerConfig) -> bool:
-    """Whether the activation runs as one operation; we need its derivative, and a compiler makes its own."""
+    """Return whether the activation runs as one operation; we need its derivative, and a compiler makes its own."""
     # A user's own callable has no hand-written derivative; it runs from elementary operations instead.
     known = find_activation(config.activation_func).backward_ is not None
     return config.bias_activation_fusion and known and not is_compiled(config, "activation")

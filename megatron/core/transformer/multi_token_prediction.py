@@ -52,7 +52,7 @@ class TokenShift:
     def __init__(self, sequence: Group, documents: TokenLayout | None = None) -> None:
         self.sequence = sequence
         self.ends: Tensor | None = None
-        """Whether a document ends with this rank's token, bool [s]; None where the sequence is not packed."""
+        """True if a document ends with this rank's token, bool [s]; None where the sequence is not packed."""
         if documents is not None:
             ends = torch.zeros(documents.length, dtype=torch.bool)
             ends[torch.tensor(documents.bounds[1:]) - 1] = True

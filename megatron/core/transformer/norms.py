@@ -45,12 +45,12 @@ _WIDEST = 8192
 
 
 def uses_fused_norm(config: TransformerConfig) -> bool:
-    """Whether norms run as one operation; a compiler makes its own from the elementary ones."""
+    """Return whether norms run as one operation; a compiler makes its own from the elementary ones."""
     return config.persist_layer_norm and not is_compiled(config, "norm")
 
 
 def has_norm_kernel(config: TransformerConfig) -> bool:
-    """Whether a kernel of ours normalises the residual stream where kernels run."""
+    """Return whether a kernel of ours normalises the residual stream where kernels run."""
     assert config.hidden_size is not None
     return uses_fused_norm(config) and config.hidden_size <= _WIDEST
 
@@ -67,7 +67,7 @@ class Norm(MegatronModule, ABC):
     normalise: Callable[..., Tensor]
     joins_stream = True
     has_offset = False
-    """Whether something is added to the scaled input, a parameter `bias`."""
+    """True if something is added to the scaled input, a parameter `bias`."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Norm(MegatronModule, ABC):
         return self._normalise(x)
 
     def can_join(self, x: Tensor, *others: Tensor | None) -> bool:
-        """Whether the norm takes over the sums before and around it, of x and the others; a kernel does."""
+        """Return whether the norm takes over the sums before and around it, of x and the others; a kernel does."""
         return self.joins_stream and self._runs_kernel(x, *others)
 
     def _runs_kernel(self, *tensors: Tensor | None) -> bool:

@@ -20,8 +20,8 @@ from megatron.core.kernels import launching
 
 
 class Rotation(NamedTuple):
-    """What positions do to queries and keys: cosines and sines of a stretch of positions, and how channels are paired;
-    a layer without rotary positions may still have a factor on queries, and angles of no channels."""
+    """Rotation that positions give to queries and keys: cosines and sines of a stretch of positions, and how channels
+    are paired; a layer without rotary positions may still have a factor on queries, and angles of no channels."""
 
     cos: Tensor
     """[s, rotated / 2] float32."""

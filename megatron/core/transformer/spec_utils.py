@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass
 class ModuleSpec:
-    """How to build a module: what to call, with which arguments, and from which parts."""
+    """Description of a module to build: what to call, with which arguments, and from which parts."""
 
     module: Callable[..., Any]
     """A class, or a function that returns a module."""

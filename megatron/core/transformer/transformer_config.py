@@ -98,7 +98,7 @@ class TransformerConfig(
 
     @property
     def rotates_neighbours(self) -> bool:
-        """Whether rotary positions turn neighbouring channels instead of the two halves of a head."""
+        """True if rotary positions turn neighbouring channels instead of the two halves of a head."""
         return self.rotary_interleaved or self.multi_latent_attention
 
     def choose_rotary_base(self, base: float, percent: float) -> tuple[float, float]:
@@ -166,7 +166,8 @@ class TransformerConfig(
             yield f"{asked} does not work with --recompute-modules layernorm, for all tokens at once; keep one of them"
 
     def _widths_fit_fp8(self) -> Iterator[str]:
-        """What linear layers multiply on one rank is made of whole blocks, as kernels for 8 bits take them."""
+        """Check that what linear layers multiply on one rank is made of whole blocks, as kernels for 8 bits take
+        them."""
         if self.few_bits_recipe not in MULTIPLES:
             return
         recipe = "fp8_recipe" if self.fp4 is None else "fp4_recipe"
@@ -214,7 +215,7 @@ class TransformerConfig(
             yield "moe_shared_expert_intermediate_size", self.moe_shared_expert_intermediate_size or 0, tp
 
     def kernel_problems(self) -> Iterator[str]:
-        """What --attention-backend names a kernel for that the kernel cannot do.
+        """Yield what --attention-backend names a kernel for that the kernel cannot do.
 
         Named backends are promises: what a kernel lacks is refused, never computed silently by another one.
         """
@@ -238,8 +239,8 @@ class TransformerConfig(
             yield problem
 
     def ring_problem(self) -> str | None:
-        """Why the kernel that --attention-backend names cannot attend to keys that come round a ring, block by block;
-        None where it can."""
+        """Return why the kernel that --attention-backend names cannot attend to keys that come round a ring, block by
+        block; None where it can."""
         # Merging blocks takes the logarithm of each one's sum, which this kernel does not return.
         if self.attention_backend != "fused":
             return None
@@ -249,7 +250,7 @@ class TransformerConfig(
         )
 
     def _has_rings(self) -> bool:
-        """Whether keys and values of any layer travel round a ring of ranks."""
+        """Return whether keys and values of any layer travel round a ring of ranks."""
         kinds, levels = self.cp_comm_type or [], self.hierarchical_context_parallel_sizes
         if self.context_parallel_size == 1 and not self.hybrid_context_parallel:
             return False
@@ -257,7 +258,7 @@ class TransformerConfig(
         return "p2p" in kinds or ("a2a+p2p" in kinds and levels is not None and levels[-1] > 1)
 
     def _exchanges_can_be_hidden(self) -> Iterator[str]:
-        """What stands against running the exchanges of experts beside another micro-batch."""
+        """Yield what stands against running the exchanges of experts beside another micro-batch."""
         asked = "--overlap-moe-expert-parallel-comm"
         yield from self.token_exchange_problems(asked)
         if self.moe_shared_expert_overlap:

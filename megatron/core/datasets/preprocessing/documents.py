@@ -114,7 +114,7 @@ def _table(path: Path) -> list[list[str]]:
 
 
 def _language_variables(keep_newlines: bool) -> Any:
-    """How Punkt finds possible ends of sentences; None for its own way."""
+    """Return how Punkt finds possible ends of sentences; None for its own way."""
     if not keep_newlines:
         return None
     punkt = optional_deps.require("nltk.tokenize.punkt", needed_by=_NEEDED_BY)
@@ -135,7 +135,7 @@ _BLANK = b" \t\r\n\v\f"
 
 
 class LineError(Exception):
-    """What is wrong with one line: where in it, and what."""
+    """Error in one line: its position and its kind."""
 
     def __init__(self, message: str, column: int | None = None) -> None:
         super().__init__(message)
@@ -156,7 +156,7 @@ class EncodedDocuments:
 
 @dataclass
 class EncodedChunk:
-    """What a worker returns for a chunk."""
+    """Result of a worker for a chunk."""
 
     num_bytes: int
     streams: dict[tuple[int, str], EncodedDocuments]
@@ -169,7 +169,7 @@ class EncodedChunk:
 
 @dataclass(frozen=True)
 class DocumentOptions:
-    """How lines become tokens."""
+    """Settings by which lines become tokens."""
 
     json_keys: tuple[str, ...] = ("text",)
     append_eod: bool = False

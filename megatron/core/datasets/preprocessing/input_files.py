@@ -43,7 +43,7 @@ class _TruncatedZstd(Exception):
 
 
 def is_compressed(path: str) -> bool:
-    """Whether the bytes of the text are not those on disk."""
+    """Return whether the bytes of the text are not those on disk."""
     return path.endswith(tuple(_FORMATS))
 
 
@@ -147,7 +147,7 @@ class _ZstdReader:
         return b"".join(pieces)
 
     def _next(self) -> bytes | None:
-        """What comes of the next bit of input, perhaps nothing yet; None at the end."""
+        """Return what comes of the next bit of input, perhaps nothing yet; None at the end."""
         compressed = self._input or self._raw.read(_ZSTD_INPUT_BYTES)
         if not compressed:
             if self._frame is not None:
@@ -241,7 +241,7 @@ def read_chunks(
 
 
 def too_long(max_line_bytes: int) -> str:
-    """What is wrong with a line over the limit."""
+    """Return what is wrong with a line over the limit."""
     return f"longer than --max-line-bytes {max_line_bytes}; split the document or raise the limit"
 
 

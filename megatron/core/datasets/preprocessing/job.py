@@ -110,7 +110,7 @@ _FAST_ONLY = "--use-gigatoken asks for the fast encoder"
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessOptions:
-    """What to read, how, and where to write; the fields are the flags of tools/preprocess_data.py."""
+    """Settings of a job: input, tokens and output; the fields are the flags of tools/preprocess_data.py."""
 
     input: str
     """A file, or a glob pattern."""
@@ -142,7 +142,7 @@ class PreprocessOptions:
 
     @property
     def level(self) -> Level:
-        """What a sequence is; the last part of the names of the output."""
+        """Unit of a sequence; the last part of the names of the output."""
         return "sentence" if self.split_sentences else "document"
 
     def problems(self) -> list[str]:
@@ -176,7 +176,7 @@ class PreprocessOptions:
 
 @dataclass
 class Summary:
-    """What a job did."""
+    """Summary of a job."""
 
     prefixes: list[str] = field(default_factory=list)
     """Datasets written, one per key."""
@@ -257,7 +257,7 @@ def _usable_texts(line: bytes, keys: tuple[str, ...]) -> list[str]:
 
 
 def document_options(options: PreprocessOptions, paths: list[str], tokenizer: Tokenizer) -> DocumentOptions:
-    """How lines become tokens. Lines are counted first where partitions are of consecutive lines."""
+    """Return how lines become tokens. Lines are counted first where partitions are of consecutive lines."""
     partition_lines = None
     if options.keep_sequential_samples and options.partitions > 1:
         partition_lines = max(-(-count_lines(paths) // options.partitions), 1)

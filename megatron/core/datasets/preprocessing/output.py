@@ -28,7 +28,7 @@ from megatron.core.errors import ConfigError, DataError, StorageError
 from megatron.core.paths import explain_no_directory
 
 Level = Literal["document", "sentence"]
-"""What a sequence is."""
+"""Unit of a sequence."""
 
 
 def output_prefixes(

@@ -23,7 +23,7 @@ _SHOWN_TOKENS = 8
 
 @dataclass
 class Verified:
-    """What was compared, and found equal."""
+    """Counts of what was compared, and found equal."""
 
     prefixes: list[str]
     documents: int = 0
@@ -152,7 +152,7 @@ class _Reader:
             )
 
     def _difference(self, found: list[int], expected: list[int]) -> str:
-        """Where two lists of ids part, with what follows there."""
+        """Return where two lists of ids part, with what follows there."""
         at = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), None)
         if at is None:
             at = min(len(found), len(expected))

@@ -124,7 +124,7 @@ class WorkerPool(Generic[Item, Result]):
 
 
 class _Outcome:
-    """What a worker made of an item: a value, or the exception to raise."""
+    """Result of a worker for an item: a value, or the exception to raise."""
 
     def __init__(self, value: Any, error: BaseException | None) -> None:
         self._value = value
@@ -224,7 +224,7 @@ def _signals_wait() -> Iterator[None]:
 
 
 def _serve(connection: Connection, work: Callable[[Any], Any], close: list[Connection], parent: int) -> None:
-    """What a worker does: take an item, work, send the outcome, until its pipe ends."""
+    """Serve as a worker: take an item, work, send the outcome, until its pipe ends."""
     end_with_parent(parent)  # also in the middle of an item
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -42,7 +42,7 @@ class ArchitectureFields(ModelParallelConfig):
     layernorm_zero_centered_gamma: bool = flag(False, names=("--apply-layernorm-1p",), kind="function")
     """Norm weights are stored as (weight - 1), so that weight decay pulls them to one."""
     norm_placement: str = flag("input", choices=("input", "output", "both"), kind="shape")
-    """Where a layer's norms stand: on the input of attention and MLP (pre-norm), on their output before it joins the
+    """Position of a layer's norms: on the input of attention and MLP (pre-norm), on their output before it joins the
     residual stream (OLMo 2), or on both (Gemma 2 and 3). The norm after the last layer is there in any case."""
     apply_residual_connection_post_layernorm: bool = flag(False, kind="function")
     """The residual path of attention and MLP starts behind the norm of their input instead of before it."""
@@ -80,8 +80,8 @@ class ArchitectureFields(ModelParallelConfig):
     """Loss and its gradient straight from logits in the model's number format, a block of tokens at a time: no float32
     copy of the logits exists."""
     cross_entropy_fusion_impl: str = flag("native", choices=("native", "te"), kind="kernel", needs=_FUSED_LOSS)
-    """Whose fused cross entropy: native is this system's; te, Transformer Engine's, is refused, as upstream refuses it
-    beside --cross-entropy-loss-fusion."""
+    """Source of the fused cross entropy: native is this system's; te, Transformer Engine's, is refused, as upstream
+    refuses it beside --cross-entropy-loss-fusion."""
     logit_dtype: str | None = flag(None, choices=("bf16", "fp32"), names=("--output-logit-dtype",), kind="numerics")
     """Number format of the logits: fp32 keeps what the output layer's product sums in float32, which --bf16 would
     round; the model's when not given."""

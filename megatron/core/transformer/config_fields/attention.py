@@ -25,7 +25,7 @@ _HEAD_WIDTH = Needs(
 
 
 def comm_type_problem(kind: str) -> str | None:
-    """What is wrong with a word of --cp-comm-type; None where nothing is."""
+    """Return what is wrong with a word of --cp-comm-type; None where nothing is."""
     known = ("p2p", "all_gather", "a2a", "a2a+p2p")
     return None if kind in known else f"--cp-comm-type {kind} is unknown; use p2p, all_gather, a2a or a2a+p2p"
 
@@ -83,8 +83,8 @@ class AttentionFields(ArchitectureFields):
             ),
         ),
     )
-    """What computes attention. auto: the kernel of torch that is made for the kind of attention, on a GPU the fastest;
-    flash: only its flash kernel; fused: only its cuDNN kernel; unfused: torch's math kernel; local: the plain
+    """Implementation of attention. auto: the kernel of torch that is made for the kind of attention, on a GPU the
+    fastest; flash: only its flash kernel; fused: only its cuDNN kernel; unfused: torch's math kernel; local: the plain
     reference, scores and softmax written out."""
     flash_attention_version: int | None = flag(
         None,
@@ -97,7 +97,7 @@ class AttentionFields(ArchitectureFields):
             {"flash_attention_version": None},
         ),
     )
-    """Which flash kernel --attention-backend flash, or auto where it chooses that one, means on a GPU: 2 is PyTorch's
+    """Flash kernel that --attention-backend flash, or auto where it chooses that one, means on a GPU: 2 is PyTorch's
     own, 3 and 4 take the package that brings them; PyTorch's when not given."""
     masked_softmax_fusion: bool = flag(True, kind="kernel")
     """Scale, mask and softmax of the local backend as one operation that keeps only its output."""
@@ -106,14 +106,14 @@ class AttentionFields(ArchitectureFields):
     softmax_scale: float | None = flag(None, above=0, kind="function")
     """Factor on attention scores; 1 / sqrt(width of a head) when not given."""
     softmax_type: str = flag("vanilla", choices=("vanilla", "off-by-one", "learnable"), kind="function")
-    """What attention may leave unspent: nothing; off-by-one: a further key with score 0 and without value; learnable:
-    with a score that each head learns (attention sinks, gpt-oss)."""
+    """Share of attention that may stay unspent: nothing; off-by-one: a further key with score 0 and without value;
+    learnable: with a score that each head learns (attention sinks, gpt-oss)."""
     attn_logit_softcapping: float | None = flag(None, above=0, kind="function")
     """Bound on attention scores: score -> bound x tanh(score / bound) (Gemma 2)."""
     attention_output_gate: bool = flag(False, kind="shape")
     """Each head's output is multiplied by the sigmoid of a further projection of the layer's input (Qwen3-Next)."""
     cp_comm_type: list[str] = flag(default_factory=lambda: ["p2p"], metavar="TYPE", kind="layout")
-    """How ranks that share a sequence (--context-parallel-size) exchange what attention needs, for all layers or one
+    """Exchange of attention's inputs among ranks that share a sequence (--context-parallel-size), for all layers or one
     word for each: p2p passes keys and values round a ring; all_gather gathers them; a2a exchanges tokens for heads;
     a2a+p2p does so among neighbours and passes keys and values round a ring beyond them."""
     qk_clip: bool = flag(False, kind="numerics")
@@ -183,7 +183,8 @@ class AttentionFields(ArchitectureFields):
             )
 
     def head_problems(self, tp: int) -> Iterator[str]:
-        """What stands against sharing the heads among so many ranks: the configured ones, or those of a real group."""
+        """Yield what stands against sharing the heads among so many ranks: the configured ones, or those of a real
+        group."""
         heads, groups = self.num_attention_heads, self.num_query_groups
         ranks = f"{self.flag('tensor_model_parallel_size')} {tp}"
         if heads and heads % tp:
@@ -259,7 +260,8 @@ class AttentionFields(ArchitectureFields):
             )
 
     def score_measuring_problems(self, asked: str) -> Iterator[str]:
-        """Where the largest attention scores cannot be measured. asked: the flag that asks for it."""
+        """Yield the cases in which the largest attention scores cannot be measured. asked: the flag that asks for
+        it."""
         # A ring sees scores block by block, and forgets them: no rank has a head's scores of a whole sequence.
         if self.context_parallel_size > 1:
             yield f"{asked} needs whole sequences on each rank; leave {self.say('context_parallel_size')} out"

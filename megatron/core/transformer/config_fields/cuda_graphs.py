@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers are launched as CUDA graphs."""
+"""Choice of the layers that are launched as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class CudaGraphFields(OffloadFields):
         kind="kernel",
         needs=_GRAPHS,
     )
-    """What of each layer becomes a graph: attn, attention with its norm and residual; mlp, the MLP with them in layers
-    without experts; moe_router, the norm and the router before experts. moe_preprocess, what prepares their exchange,
-    does not, as a note says. Whole layers when not given."""
+    """Parts of each layer that become a graph: attn, attention with its norm and residual; mlp, the MLP with them in
+    layers without experts; moe_router, the norm and the router before experts. moe_preprocess, what prepares their
+    exchange, does not, as a note says. Whole layers when not given."""
     cuda_graph_scope_deprecated: list[str] | None = flag(
         None,
         names=("--cuda-graph-scope",),
@@ -84,7 +84,7 @@ class CudaGraphFields(OffloadFields):
             yield from self._layers_can_be_recorded()
 
     def records(self, part: str) -> bool:
-        """Whether attention (attn) or a dense MLP (mlp) is in a graph."""
+        """Return whether attention (attn) or a dense MLP (mlp) is in a graph."""
         return self.cuda_graph_impl != "none" and (not self.cuda_graph_modules or part in self.cuda_graph_modules)
 
     def find_what_no_graph_repeats(self) -> str | None:
@@ -98,7 +98,8 @@ class CudaGraphFields(OffloadFields):
         return f"{self.say(given)}, whose weights are rounded once in a step"
 
     def _layers_can_be_recorded(self) -> Iterator[str]:
-        """What a graph cannot do: it repeats its kernels, and nothing that the host did, or decided, between them."""
+        """Yield what a graph cannot do: it repeats its kernels, and nothing that the host did, or decided, between
+        them."""
         asked, parts = self.say("cuda_graph_impl"), self.cuda_graph_modules
         others: Any = self
         if others.num_moe_experts is not None and not parts:

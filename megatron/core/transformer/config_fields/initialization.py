@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How weights start."""
+"""Initial values of weights."""
 
 from __future__ import annotations
 

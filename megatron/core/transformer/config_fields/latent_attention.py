@@ -43,7 +43,7 @@ class LatentAttentionFields(PositionFields):
             yield from self._latent_attention_has_positions()
 
     def _latent_attention_stands_alone(self) -> Iterator[str]:
-        """What belongs to other kinds of attention."""
+        """Yield what belongs to other kinds of attention."""
         asked = "--multi-latent-attention"
         if self.num_query_groups != self.num_attention_heads:
             yield (

@@ -57,9 +57,10 @@ class MoEFields(ArchitectureFields):
         kind="numerics",
         needs=_EXPERTS,
     )
-    """What keeps experts busy alike: a loss over each microbatch (Fedus et al., 2021), over each sequence, or over the
-    microbatches of a step so far; an even assignment by Sinkhorn's algorithm; a bias in the choice with which the last
-    step's tokens would have been shared evenly (quantile_balancing); or nothing. Several may be named."""
+    """Method that balances the load of experts: a loss over each microbatch (Fedus et al., 2021), over each sequence,
+    or over the microbatches of a step so far; an even assignment by Sinkhorn's algorithm; a bias in the choice with
+    which the last step's tokens would have been shared evenly (quantile_balancing); or nothing. Several may be
+    named."""
     moe_aux_loss_coeff: list[float] = flag(
         default_factory=lambda: [0.0], minimum=0, kind="numerics", needs=(_EXPERTS, _AUXILIARY_LOSS)
     )
@@ -84,7 +85,7 @@ class MoEFields(ArchitectureFields):
     moe_router_group_score: Literal["sum", "best", "two-best"] = flag(
         "sum", kind="function", needs=(_EXPERTS, _GROUP_TOPK)
     )
-    """What a group of experts counts for a token: the sum of the scores of its k / groups best experts (DeepSeek-V3),
+    """Score of a group of experts for a token: the sum of the scores of its k / groups best experts (DeepSeek-V3),
     the score of its best one (DeepSeek-V2), or the sum of its two best, whatever k and groups are."""
     moe_router_topk_scaling_factor: float | None = flag(None, above=0, kind="function", needs=_EXPERTS)
     """Factor on the weights of the chosen experts."""
@@ -94,7 +95,7 @@ class MoEFields(ArchitectureFields):
     """Choose experts by score plus a bias that grows for experts with few tokens (Wang et al., 2024); the weights of
     the chosen ones are the scores without it."""
     moe_router_bias_update_rate: float = flag(1e-3, minimum=0, kind="numerics", needs=(_EXPERTS, _EXPERT_BIAS))
-    """What --moe-router-enable-expert-bias adds to or takes from each bias after a step."""
+    """Amount that --moe-router-enable-expert-bias adds to or takes from each bias after a step."""
     moe_router_quantile_balancing_ema: float = flag(
         0.0, minimum=0, maximum=1, kind="numerics", needs=(_EXPERTS, _QUANTILE)
     )
@@ -157,11 +158,11 @@ class MoEFields(ArchitectureFields):
         kind="layout",
         needs=_EXPERTS,
     )
-    """How tokens reach experts on other processes: every process gets all tokens, or each only those of its experts
+    """Way of tokens to experts on other processes: every process gets all tokens, or each only those of its experts
     (alltoall). flex, upstream's name for libraries that exchange them, becomes alltoall, with a note."""
     moe_dispatch_fwd_dtype: str = flag("bf16", choices=("bf16", "mxfp8"), kind="numerics", needs=_EXPERTS)
-    """How tokens travel to experts on other processes (alltoall): in the model's number format, or in 8 bits, where 32
-    channels have a scale in common."""
+    """Number format in which tokens travel to experts on other processes (alltoall): in the model's number format, or
+    in 8 bits, where 32 channels have a scale in common."""
     moe_combine_bwd_dtype: str = flag("bf16", choices=("bf16", "mxfp8"), kind="numerics", needs=_EXPERTS)
     """The same for the gradients of what experts put out, which travel that way in backward."""
     moe_enable_routing_replay: bool = flag(
@@ -191,12 +192,12 @@ class MoEFields(ArchitectureFields):
 
     @property
     def has_expert_bias(self) -> bool:
-        """Whether experts are chosen with a bias that moves after each step."""
+        """True if experts are chosen with a bias that moves after each step."""
         return self.moe_router_enable_expert_bias or "quantile_balancing" in self.moe_router_load_balancing_type
 
     @property
     def drops_tokens(self) -> bool:
-        """Whether something bounds how many tokens an expert or a rank takes."""
+        """True if something bounds how many tokens an expert or a rank takes."""
         return any(getattr(self, name) is not None for name in CAPACITY_FACTORS)
 
     def problems(self) -> Iterator[str]:
@@ -241,7 +242,7 @@ class MoEFields(ArchitectureFields):
             )
 
     def token_exchange_problems(self, asked: str) -> Iterator[str]:
-        """What stands against hiding the experts' exchanges. asked: the flag that does."""
+        """Yield what stands against hiding the experts' exchanges. asked: the flag that does."""
         if self.num_moe_experts is None or self.expert_model_parallel_size == 1:
             yield f"{asked} needs --num-experts and --expert-model-parallel-size above 1, or nothing is exchanged"
         elif self.moe_token_dispatcher_type == "allgather":
@@ -271,7 +272,7 @@ class MoEFields(ArchitectureFields):
 
     @property
     def shares_experts_beyond_tp(self) -> bool:
-        """Whether a copy of the experts takes more processes than tensor parallelism has: processes with other samples,
+        """True if a copy of the experts takes more processes than tensor parallelism has: processes with other samples,
         or other parts of a sequence."""
         tp = self.tensor_model_parallel_size
         sharing = self.expert_model_parallel_size * (self.expert_tensor_parallel_size or tp)

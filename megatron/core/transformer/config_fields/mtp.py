@@ -61,12 +61,12 @@ class MTPFields(ArchitectureFields):
 
     @property
     def detaches_prediction(self) -> bool:
-        """Whether the losses of further tokens train the layers that predict them alone."""
+        """True if the losses of further tokens train the layers that predict them alone."""
         return self.mtp_detach_heads or (self.freeze_base_for_mtp and self.mtp_num_layers is not None)
 
     def prediction_problems(self, positions: str) -> Iterator[str]:
-        """What stands against multi-token prediction with positions of this kind: the run's, or those that a model is
-        built with."""
+        """Yield what stands against multi-token prediction with positions of this kind: the run's, or those that a
+        model is built with."""
         # A token that is read one position early would need another learned position than in the decoder.
         if self.mtp_num_layers is not None and positions not in ("rope", "yarn", "none"):
             yield (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How layers are dealt out to pipeline stages, and in which order stages work."""
+"""Division of layers among pipeline stages, and the order in which stages work."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class PipelineFields(MTPFields):
     account_for_loss_in_pipeline_split: bool = flag(False, kind="layout")
     """Count output layer and loss as one layer when layers are dealt out: the last stage gets one less."""
     pipeline_model_parallel_layout: str | None = flag(None, kind="layout")
-    """What lies on each stage: E embedding, t layer, m multi-token prediction, L loss, stages divided by |, repetition
+    """Contents of each stage: E embedding, t layer, m multi-token prediction, L loss, stages divided by |, repetition
     as in Ett|(tt|)*2mL."""
     overlap_p2p_comm: bool = flag(
         True,
@@ -90,17 +90,17 @@ class PipelineFields(MTPFields):
 
     @property
     def delays_weight_gradients(self) -> bool:
-        """Whether weight gradients are computed while the backward's gradients travel to other ranks."""
+        """True if weight gradients are computed while the backward's gradients travel to other ranks."""
         return self.delay_wgrad_compute or self.overlap_dispatch_backward_with_experts_wgrad
 
     @property
     def defers_weight_gradients(self) -> bool:
-        """Whether the schedule computes weight gradients apart from input gradients."""
+        """True if the schedule computes weight gradients apart from input gradients."""
         return self.pipeline_schedule in DEFERS_WEIGHT_GRADIENTS
 
     def count_states_between_stages(self, shape: VirtualStages) -> list[int]:
-        """How many hidden states [s, b, h] travel together, one below the other, from each virtual stage to the next:
-        one, and behind multi-token prediction one more for each further token."""
+        """Return how many hidden states [s, b, h] travel together, one below the other, from each virtual stage to the
+        next: one, and behind multi-token prediction one more for each further token."""
         end = find_decoder_end(self, shape)
         return [1 + (self.mtp_num_layers or 0) if stage >= end else 1 for stage in range(shape.count - 1)]
 
@@ -114,7 +114,7 @@ class PipelineFields(MTPFields):
             self.mtp_standalone = True
 
     def _chunks_per_stage(self) -> int | None:
-        """What the other fields say about it; None where they say nothing, or numbers that do not fit."""
+        """Return what the other fields say about it; None where they say nothing, or numbers that do not fit."""
         stages, per_chunk = self.pipeline_model_parallel_size, self.num_layers_per_virtual_pipeline_stage
         # From the most to the least explicit; contradictions between them are reported by `problems`.
         if self.num_virtual_stages_per_pipeline_rank:
@@ -149,7 +149,8 @@ class PipelineFields(MTPFields):
             )
 
     def division_problems(self, stages: int, chunks: int) -> Iterator[str]:
-        """What stands against dealing the layers out to so many stages: the configured ones, or those of real groups.
+        """Yield what stands against dealing the layers out to so many stages: the configured ones, or those of real
+        groups.
 
         chunks: pieces of each stage (interleaved schedule, Narayanan et al., 2021).
         """
@@ -267,7 +268,7 @@ class PipelineFields(MTPFields):
             )
 
     def _predicts_apart(self) -> bool:
-        """Whether the written layout has multi-token prediction on another virtual stage than the loss."""
+        """Return whether the written layout has multi-token prediction on another virtual stage than the loss."""
         return "m" in "".join(parse_layout(self.pipeline_model_parallel_layout or "")[:-1])
 
     def _layout_says_all(self) -> Iterator[str]:
@@ -357,7 +358,7 @@ class PipelineFields(MTPFields):
                 yield problem
 
     def deferral_problems(self, flag: str) -> Iterator[str]:
-        """What a flag rules out under which the layers' products cannot be split into two halves."""
+        """Yield what a flag rules out under which the layers' products cannot be split into two halves."""
         if self.defers_weight_gradients:
             yield f"{self.say('pipeline_schedule')} computes weight gradients later, which {flag} rules out; keep one"
         if self.defer_embedding_wgrad_compute:

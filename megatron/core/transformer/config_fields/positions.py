@@ -32,16 +32,16 @@ _WINDOW = Needs("--window-size", lambda run: run.window_size is not None)
 
 
 def is_rotary(position_embedding_type: str, multi_latent_attention: bool) -> bool:
-    """Whether heads are rotated. Latent attention rotates a part of each also beside learned positions, which are added
-    to the embedding: upstream's model does both."""
+    """Return whether heads are rotated. Latent attention rotates a part of each also beside learned positions, which
+    are added to the embedding: upstream's model does both."""
     beside = multi_latent_attention and position_embedding_type == "learned_absolute"
     return beside or position_embedding_type in ("rope", "yarn")
 
 
 def is_yarn(position_embedding_type: str, rope_type: str | None, multi_latent_attention: bool) -> bool:
-    """Whether positions are rotary with YaRN's frequencies. With latent attention rope means them, unless rope_type
-    says otherwise, and so does its absence beside learned positions; upstream keeps the word rope there, and so do
-    we."""
+    """Return whether positions are rotary with YaRN's frequencies. With latent attention rope means them, unless
+    rope_type says otherwise, and so does its absence beside learned positions; upstream keeps the word rope there, and
+    so do we."""
     if position_embedding_type == "yarn" or not is_rotary(position_embedding_type, multi_latent_attention):
         return position_embedding_type == "yarn"
     return rope_type == "yarn" or (rope_type is None and multi_latent_attention)
@@ -61,7 +61,7 @@ class PositionFields(AttentionFields):
     rotary_interleaved: bool = flag(False, kind="function", needs=ROTARY)
     """Rotate neighbouring channel pairs (GPT-J) instead of the two halves of a head (GPT-NeoX, Llama)."""
     rope_type: str | None = flag(None, choices=("rope", "yarn"), kind="function", needs=ROTARY)
-    """Which rotary positions, where --position-embedding-type rope asks for some; with --multi-latent-attention yarn
+    """Kind of rotary positions, where --position-embedding-type rope asks for some; with --multi-latent-attention yarn
     when not given."""
     rotary_base_local: int | None = flag(None, minimum=1, kind="function", needs=(ROTARY, _WINDOW))
     """Base of the rotary frequencies in layers with a sliding window, where they are neither scaled nor interpolated
@@ -113,7 +113,7 @@ class PositionFields(AttentionFields):
         unsupported_choices=("mrope", "relative"),
         kind="function",
     )
-    """How tokens know their position: a learned table, rotary (Su et al., 2021), rotary for sequences longer than
+    """Encoding of positions: a learned table, rotary (Su et al., 2021), rotary for sequences longer than
     before (YaRN; Peng et al., 2023), or not at all."""
 
     def derive(self) -> None:
@@ -130,11 +130,11 @@ class PositionFields(AttentionFields):
 
     @property
     def rotates_heads(self) -> bool:
-        """Whether layers have rotary positions, beside learned ones or alone."""
+        """True if layers have rotary positions, beside learned ones or alone."""
         return is_rotary(self.position_embedding_type, self.multi_latent_attention)
 
     def uses_yarn(self, kind: str | None = None) -> bool:
-        """Whether rotary positions are YaRN's. kind: the positions that a model is built with; the config's when
+        """Return whether rotary positions are YaRN's. kind: the positions that a model is built with; the config's when
         None."""
         kind = self.position_embedding_type if kind is None else kind
         return is_yarn(kind, self.rope_type, self.multi_latent_attention)
@@ -161,7 +161,7 @@ class PositionFields(AttentionFields):
         yield from self.position_problems(self.position_embedding_type)
 
     def position_problems(self, kind: str) -> Iterator[str]:
-        """What is missing for positions of this kind: the config's, or those that a model is built with."""
+        """Yield what is missing for positions of this kind: the config's, or those that a model is built with."""
         # No default would do: a wrong length still trains, with the wrong frequencies stretched.
         if self.uses_yarn(kind) and self.yarn_original_max_position_embeddings is None:
             yield (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which matrix products are computed in 8 or 4 bits, and how their scales are found."""
+"""Choice of the matrix products that are computed in 8 or 4 bits, and of their scales."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LINEAR_LAYERS = (
 MULTIPLES = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32, "nvfp4": 16}
 """Recipe -> what the widths of linear layers must be multiples of."""
 LAST_BLOCK = 16
-"""What the last of several blocks of 128 columns may be a multiple of, where no ranks share the columns."""
+"""Divisor of the width of the last of several blocks of 128 columns, where no ranks share the columns."""
 
 
 @dataclass(kw_only=True, init=False, repr=False, eq=False)
@@ -47,7 +47,7 @@ class PrecisionFields(ArchitectureFields):
     fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "custom"] = flag(
         "delayed", unsupported_choices=("custom",), kind="numerics", needs=_FP8
     )
-    """Where the scales of operands come from. delayed: from the largest values of earlier steps; tensorwise: from those
+    """Source of the operands' scales. delayed: from the largest values of earlier steps; tensorwise: from those
     of the operand; blockwise: for each 128 values along the sum, and each 128 x 128 of a weight, a power of two; mxfp8:
     for each 32 values along the sum, a power of two."""
     fp8_margin: int = flag(0, minimum=0, maximum=64, kind="numerics", needs=(_FP8, _DELAYED))
@@ -57,7 +57,7 @@ class PrecisionFields(ArchitectureFields):
     fp8_amax_history_len: int = flag(1, minimum=1, maximum=2**20, unit="steps", kind="numerics", needs=(_FP8, _DELAYED))
     """Steps of which the largest value of each operand is remembered."""
     fp8_amax_compute_algo: Literal["most_recent", "max"] = flag("most_recent", kind="numerics", needs=(_FP8, _DELAYED))
-    """Which of the remembered largest values gives the scale: that of the last step, or the largest."""
+    """Choice of the scale among the remembered largest values: that of the last step, or the largest."""
     fp8_wgrad: bool = flag(
         True,
         names=("--fp8-wgrad",),
@@ -76,7 +76,7 @@ class PrecisionFields(ArchitectureFields):
     fp4: Literal["e2m1"] | None = flag(None, names=("--fp4-format",), kind="numerics")
     """Multiply in FP4, instead of FP8, in the linear layers and experts of all transformer layers."""
     fp4_recipe: Literal["nvfp4", "custom"] = flag("nvfp4", unsupported_choices=("custom",), kind="numerics", needs=_FP4)
-    """Where the scales of operands come from. nvfp4: for each 16 values along the sum, and each 16 x 16 of a weight, 8
+    """Source of the operands' scales. nvfp4: for each 16 values along the sum, and each 16 x 16 of a weight, 8
     bits, and one for the matrix; output gradients are rounded at random, and the operands of weight gradients are
     transformed before."""
     fp4_param_gather: bool = flag(False, kind="kernel")
@@ -119,7 +119,7 @@ class PrecisionFields(ArchitectureFields):
         return {"blockwise": 1 + 1 / 128, "mxfp8": 1 + 1 / 32, "nvfp4": (1 + 1 / 8) / 2}.get(recipe, 1.0)
 
     def stays_in_bf16(self, layer: str) -> bool:
-        """Whether --fp8-bf16-layers leaves out a linear layer; layer: its name in the whole model."""
+        """Return whether --fp8-bf16-layers leaves out a linear layer; layer: its name in the whole model."""
         return any(fnmatch.fnmatchcase(layer, pattern) for pattern in self.fp8_bf16_layers or ())
 
     def problems(self) -> Iterator[str]:

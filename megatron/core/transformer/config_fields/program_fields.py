@@ -33,7 +33,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
 
 @dataclass(kw_only=True, init=False, repr=False, eq=False)
 class ProgramFields(CheckedConfig):
-    """What programs of one's own set while they run, and upstream's spellings."""
+    """Fields that users' programs set while they run, and upstream's spellings."""
 
     no_sync_func: Any = derived(kind="report")
     """Says nothing: schedules sum gradients after a step's last backward only."""
@@ -44,7 +44,7 @@ class ProgramFields(CheckedConfig):
     finalize_model_grads_func: Any = derived(kind="report")
     """Called by a schedule after the last backward with (chunks, tokens or None, pg_collection=groups)."""
     grad_scale_func: Any = derived(kind="report")
-    """What a schedule applies to each loss before its backward."""
+    """Function that a schedule applies to each loss before its backward."""
     timers: Any = derived(kind="report")
     """Says nothing in a model; a run has its own."""
     num_layers_in_first_pipeline_stage: int | None = derived(kind="layout")

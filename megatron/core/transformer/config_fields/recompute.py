@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is computed again in backward instead of being kept."""
+"""Recomputation in backward of what is not kept."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class RecomputeFields(PipelineFields):
     """Recomputation of activations (Chen et al., 2016; Korthikanti et al., 2022)."""
 
     recompute_granularity: Literal["full", "selective"] | None = flag(None, kind="kernel")
-    """What backward computes again: full, whole layers, of which only the input is kept; selective, the parts of every
-    layer that --recompute-modules names."""
+    """Parts that backward computes again: full, whole layers, of which only the input is kept; selective, the parts of
+    every layer that --recompute-modules names."""
     recompute_method: Literal["uniform", "block"] | None = flag(None, kind="kernel", needs=_RECOMPUTATION)
     """With full: uniform, all layers in units of --recompute-num-layers, each computed again from its first layer's
     input; block, only the first --recompute-num-layers of each pipeline stage, or virtual stage, one by one."""

@@ -37,9 +37,9 @@ class StateMixerFields(PositionFields):
         None, choices=("gdn", "gdn2", "dsa", "gated_delta_net"), planned_choices=("dsa",), kind="shape",
         explanation="sparse attention",
     )  # fmt: skip
-    """What --linear-attention-freq puts in place of softmax attention: gdn a gated delta net, gdn2 its second form,
-    whose gates differ by channel. With --hybrid-layer-pattern, the form of the letter G. gated_delta_net is an earlier
-    name of gdn."""
+    """Mixer that --linear-attention-freq puts in place of softmax attention: gdn a gated delta net, gdn2 its second
+    form, whose gates differ by channel. With --hybrid-layer-pattern, the form of the letter G. gated_delta_net is an
+    earlier name of gdn."""
     linear_attention_freq: int | list[int] | None = flag(None, parse=layer_pattern, kind="shape", needs=_VARIANT)
     """Layers of a GPT with linear attention: a number means every n-th has softmax attention and the others have not, a
     list has one entry per layer, 1 for linear attention."""
@@ -54,7 +54,7 @@ class StateMixerFields(PositionFields):
     mamba_norm_epsilon: float = flag(1e-5, above=0, kind="function", needs=_MAMBA)
     """Added to the mean square in the norm of a Mamba-2 layer's gated output."""
     mamba_gate_norm: str = flag("gated", choices=("gated", "ungated", "none"), kind="shape", needs=_MAMBA)
-    """What a Mamba-2 layer normalises before its output projection: gated, the output times silu(z); ungated, the
+    """Input of a Mamba-2 layer's norm before its output projection: gated, the output times silu(z); ungated, the
     output alone, which is gated afterwards; none, nothing (Falcon-H1)."""
     mamba_dt_min: float = flag(0.0, minimum=0, kind="function", needs=_MAMBA)
     """Smallest step of a Mamba-2 state; softplus(dt + dt_bias) is raised to it (Nemotron-H in transformers)."""

@@ -31,7 +31,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class Sequences(NamedTuple):
-    """Where sequences that lie one after another begin, among the queries and among the keys."""
+    """Beginnings of sequences that lie one after another, among the queries and among the keys."""
 
     queries: Tensor
     """int32 [sequences + 1], from 0 to all queries, on the kernel's device."""
@@ -50,16 +50,17 @@ class Sequences(NamedTuple):
 
 
 class Band(NamedTuple):
-    """What a query sees of a block, where a mask is not needed to say it."""
+    """Part of a block that a query sees, where a mask is not needed to say it."""
 
     window: int | None
     """So many keys before its own position, the last query standing at the last key's; None for all."""
     sequences: Sequences | None = None
-    """Which see nothing of each other, the samples of a batch one after another; None for one in each sample."""
+    """Sequences that see nothing of each other, the samples of a batch one after another; None for one in each
+    sample."""
 
 
 class Rule(NamedTuple):
-    """Which of a block's keys its queries see, and which of these dropout leaves."""
+    """Choice of the keys in a block that its queries see, and of those that dropout leaves."""
 
     causal: bool
     """Query and key of one index stand at one position (s = t)."""
@@ -76,7 +77,7 @@ class BlockKernel(Protocol):
 
     name: str
     takes_bands: bool
-    """Whether rules may have a `Band`."""
+    """True if rules may have a `Band`."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
         """O_i in the dtype of q, and L_i."""
@@ -85,7 +86,7 @@ class BlockKernel(Protocol):
     def backward(
         self, grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], merged: tuple[Tensor, Tensor], rule: Rule
     ) -> Gradients:
-        """What this block adds to the gradients; inputs: q, k, v; merged: O, in the dtype of q, and L
+        """Return what this block adds to the gradients; inputs: q, k, v; merged: O, in the dtype of q, and L
         over all blocks."""
         ...
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What --attention-backend auto and flash mean on a GPU: each kind of attention through the kernel that is made for it.
+"""Meaning of --attention-backend auto and flash on a GPU: each kind of attention through the kernel that is made for
+it.
 
 | what                                             | kernel                                                           |
 |--------------------------------------------------|------------------------------------------------------------------|
@@ -97,7 +98,7 @@ class CUDAAttention(AttentionBackend):
         return self.operator(inputs)
 
     def _takes(self, inputs: AttentionInputs) -> bool:
-        """Whether the flash kernel can compute it."""
+        """Return whether the flash kernel can compute it."""
         if self.flash_problem is not None or inputs.visible.mask is not None or self.options.softcap is not None:
             return False
         return flash.find_problem(inputs.query.dtype, inputs.query.shape[-1], inputs.value.shape[-1]) is None

@@ -89,7 +89,7 @@ class DotProductAttention(MegatronModule):
         self.backend_by_cp_size = {
             group.size(): build(dataclasses.replace(groups, cp=group, hcp=())) for group in groups.hybrid_cp
         }
-        """Where each sequence has its own number of ranks that share it: that number -> the implementation."""
+        """Implementation by the number of ranks that share a sequence, where each sequence has its own number."""
 
     def forward(
         self,

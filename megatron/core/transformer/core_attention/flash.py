@@ -35,7 +35,7 @@ from megatron.core.transformer.core_attention.block_kernels import (
 )
 
 NUMBER_FORMATS = frozenset({torch.bfloat16, torch.float16})
-"""What the kernel multiplies."""
+"""Number formats that the kernel multiplies."""
 WIDEST = 256
 """Channels of a head, at most."""
 _MULTIPLE = 8
@@ -43,7 +43,7 @@ _MULTIPLE = 8
 
 @dataclass(frozen=True)
 class FlashCall:
-    """What one call computes: softmax(scale * Q K^T) V, over which keys."""
+    """Description of one call: softmax(scale * Q K^T) V, over which keys."""
 
     scale: float
     causal: bool
@@ -67,7 +67,7 @@ class FlashCall:
 
 
 class FlashResult(NamedTuple):
-    """What the kernel answers."""
+    """Outputs of the kernel."""
 
     out: Tensor
     """Shaped as the queries, in their number format."""
@@ -125,8 +125,8 @@ def run_backward(
 
 
 def find_problem(dtype: torch.dtype, *widths: int, widest: int = WIDEST) -> str | None:
-    """Why the kernel cannot take operands of this number format and these widths; None where it can. widest: channels
-    of a head that it takes on the device."""
+    """Return why the kernel cannot take operands of this number format and these widths; None where it can. widest:
+    channels of a head that it takes on the device."""
     if dtype not in NUMBER_FORMATS:
         return f"it takes 16-bit numbers, not {str(dtype).removeprefix('torch.')}"
     if max(widths) > widest:

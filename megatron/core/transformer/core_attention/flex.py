@@ -66,8 +66,8 @@ class FlexAttention:
         self._blocks: KeptByShape[BlockMask] = KeptByShape()
 
     def takes(self, inputs: AttentionInputs) -> bool:
-        """Whether it has what is asked for: no given masks and no dropout, and only the few lengths of training, for
-        each of which a kernel is compiled."""
+        """Return whether it has what is asked for: no given masks and no dropout, and only the few lengths of training,
+        for each of which a kernel is compiled."""
         return inputs.training and inputs.visible.mask is None and not self.options.dropout
 
     def __call__(self, inputs: AttentionInputs) -> Tensor:
@@ -95,7 +95,8 @@ class FlexAttention:
 
 
 def build_block_mask(visible: Visible, queries: int, keys: int, device: torch.device) -> BlockMask:
-    """What flex attention needs to know of what is visible without a mask; the queries are the last of the keys."""
+    """Return what flex attention needs to know of what is visible without a mask; the queries are the last of the
+    keys."""
     from torch.nn.attention.flex_attention import BlockMask
 
     before = keys - queries

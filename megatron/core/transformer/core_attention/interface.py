@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every implementation of core attention, softmax(scale * Q K^T) V, takes and returns.
+"""Interface of every implementation of core attention, softmax(scale * Q K^T) V.
 
     AttentionInputs    query, key, value, what is visible, sinks, whether dropout is drawn
     Visible            causal, within a window or a chunk, by a mask, within documents; and how to cut that to blocks
@@ -37,7 +37,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Visible:
-    """Which keys a query sees: all that none of the five rules hides."""
+    """Keys that a query sees: all that none of the five rules hides."""
 
     causal: bool = True
     """A query sees no key after its own position."""
@@ -60,7 +60,7 @@ class Visible:
         window: int | None = None,
         chunk: int | None = None,
     ) -> Visible:
-        """What upstream's arguments of attention mean.
+        """Return what upstream's arguments of attention mean.
 
         A mask takes the place of the causal rule, except with padding_causal or in a layer with a window or chunks,
         where it only hides more. Without one attention is causal unless the mask type is no_mask.
@@ -88,7 +88,7 @@ class Visible:
         return band if self.mask is None else band | self.mask
 
     def window_reaches(self, keys: int) -> bool:
-        """Whether every query sees back to the first of these keys."""
+        """Return whether every query sees back to the first of these keys."""
         return self.window is None or keys <= self.window + 1
 
     def find_first_seen(self, positions: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class Visible:
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What one call of core attention computes with: queries, keys, values, and what is visible."""
+    """Inputs of one call of core attention: queries, keys, values, and what is visible."""
 
     query: Tensor
     """[s, b, n, d]."""
@@ -142,9 +142,9 @@ class AttentionInputs:
     sinks: Tensor | None = None
     """float32 [n]: for each head the score of one further key, which has no value; None without one."""
     training: bool = False
-    """Whether dropout, where the config has any, is drawn."""
+    """True if dropout, where the config has any, is drawn."""
     is_part: bool = False
-    """Whether these are one of several documents or chunks, whose lengths are others in every call."""
+    """True if these are one of several documents or chunks, whose lengths are others in every call."""
 
     def build_mask(self) -> Tensor | None:
         """`Visible.build_mask` of these queries and keys."""
@@ -173,15 +173,15 @@ class AttentionInputs:
             yield undivided.cut(slice(begin - first, stop - first), slice(start, stop))
 
     def segments(self) -> Iterator[Segment]:
-        """Where the documents or chunks of the queries lie, counted in the keys."""
+        """Yield where the documents or chunks of the queries lie, counted in the keys."""
         # Fewer queries than keys are the last of the positions: a rank's piece, with the keys gathered up to its end.
         end = self.key.shape[0]
         return self.visible.segments(end - self.query.shape[0], end)
 
 
 class KeptByShape(Generic[Made]):
-    """What attention needs on the device and follows from shapes alone, such as the bounds of chunks: made once for all
-    calls of one shape.
+    """Tensors that attention needs on the device and that follow from shapes alone, such as the bounds of chunks: made
+    once for all calls of one shape.
 
     A CUDA graph goes on reading it where it lies, so that what training uses is never let go of: training has few
     shapes. Of evaluation and of generation, which has another length with every token, the last is kept.
@@ -192,7 +192,7 @@ class KeptByShape(Generic[Made]):
         self._last: tuple[Hashable, Made] | None = None
 
     def find(self, key: Hashable, build: Callable[[], Made], *, training: bool) -> Made:
-        """What `build` has returned for this key, or returns now."""
+        """Return what `build` has returned for this key, or returns now."""
         if training:
             if key not in self._of_training:
                 self._of_training[key] = build()
@@ -252,7 +252,7 @@ class AttentionOptions:
     softcap: float | None
     """Bound on the scores, score -> softcap * tanh(score / softcap), before masks and sinks."""
     has_sinks: bool = False
-    """Whether each head has a further key without value."""
+    """True if each head has a further key without value."""
     deterministic: bool = False
     """Only kernels whose gradients are the same in every run (--deterministic-mode)."""
 

@@ -63,7 +63,7 @@ _BLOCK = 128
 
 
 class CPUAttention(AttentionBackend):
-    """What --attention-backend auto means on the CPU: blocks of queries for plain causal float32 attention over short
+    """Attention of --attention-backend auto on the CPU: blocks of queries for plain causal float32 attention over short
     sequences, SDPAttention for everything else."""
 
     name = "blocks of queries for causal float32 up to 64 MiB of probabilities, else torch scaled_dot_product_attention"
@@ -95,7 +95,7 @@ def _fits(query: Tensor, key: Tensor) -> bool:
 
 
 def _probabilities_bytes(sequence: int, batch_times_heads: int) -> int:
-    """What one layer keeps for backward: half the square, and half a block's width of its diagonal."""
+    """Return what one layer keeps for backward: half the square, and half a block's width of its diagonal."""
     return 4 * batch_times_heads * sequence * (sequence + _CPU_BLOCK) // 2
 
 
@@ -180,7 +180,7 @@ class QueryBlocksAttention(AttentionBackend):
 
 @dataclass(frozen=True)
 class _Call:
-    """What one call needs besides its tensors; the same in forward and backward."""
+    """Settings of one call besides its tensors; the same in forward and backward."""
 
     kernel: BlockKernel
     visible: Visible

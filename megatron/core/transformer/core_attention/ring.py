@@ -68,7 +68,7 @@ class RingAttention:
 
 
 class Block(NamedTuple):
-    """Which of a rank's queries attend to which of the keys at hand in one step, and under which mask.
+    """Choice of the rank's queries and of the keys at hand in one step, and the mask between them.
 
     queries, keys: stretches of the tokens that a rank holds. causal: query and key of one index are at one position.
     mask: bool, True where a key is hidden, broadcastable to [b, n, queries, keys]. band: instead of a mask.
@@ -86,7 +86,7 @@ class Block(NamedTuple):
 
 
 def choose_causal_block(rank: int, source: int, length: int) -> Block:
-    """What the queries of `rank` see of the keys of `source` under a causal mask; both hold `length` tokens."""
+    """Return what the queries of `rank` see of the keys of `source` under a causal mask; both hold `length` tokens."""
     half = length // 2
     if source == rank:
         # Within a rank's two pieces a later index is a later position, so that the triangle is the usual one.
@@ -99,8 +99,8 @@ def choose_causal_block(rank: int, source: int, length: int) -> Block:
 
 
 def list_blocks_in_bands(ranks: tuple[int, int], size: int, query: Tensor, visible: Visible) -> list[Block]:
-    """What the queries [s, b, n, d] of one rank see of the keys of another one, by pieces, where documents, chunks or a
-    window hide some. ranks: these two, of `size`."""
+    """Return what the queries [s, b, n, d] of one rank see of the keys of another one, by pieces, where documents,
+    chunks or a window hide some. ranks: these two, of `size`."""
     rank, source = ranks
     half = query.shape[0] // 2
     held = [list_pieces_of_rank(each, size) for each in (rank, source)]
@@ -129,7 +129,7 @@ def list_blocks_in_bands(ranks: tuple[int, int], size: int, query: Tensor, visib
 
 
 def _meet(visible: Visible, first: int, first_key: int, length: int) -> Iterator[tuple[slice, slice, int | None]]:
-    """Which queries of the piece at position `first` see which keys of the earlier piece at `first_key`, both of
+    """Yield which queries of the piece at position `first` see which keys of the earlier piece at `first_key`, both of
     `length` tokens, and within which window of the last ones; nothing where none sees any."""
     # Only what begins before the queries' piece can have keys there; every later segment begins within it.
     start, _, stop = next(visible.segments(first, first + length))
@@ -159,7 +159,7 @@ def _meet(visible: Visible, first: int, first_key: int, length: int) -> Iterator
 
 @dataclass(frozen=True)
 class _Call:
-    """What one call of ring attention needs besides its tensors; the same in forward and backward."""
+    """Settings of one call of ring attention besides its tensors; the same in forward and backward."""
 
     kernel: BlockKernel
     group: Group
@@ -176,8 +176,8 @@ class _Call:
         return None if self.seed is None else self.seed + self.find_source(step)
 
     def blocks(self, step: int, query: Tensor) -> list[Block]:
-        """Which queries and keys meet in one step, of this rank's queries [s, b, n, d] and another's keys; none where
-        no query sees any key."""
+        """Return which queries and keys meet in one step, of this rank's queries [s, b, n, d] and another's keys; none
+        where no query sees any key."""
         visible = self.visible
         hides_more = visible.documents is not None or visible.window is not None or visible.chunk is not None
         if hides_more and self.kernel.takes_bands and visible.causal and visible.mask is None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which backend --attention-backend means on this device, which exchange --cp-comm-type means in a layer, and what
-they cannot do.
+"""Choice of the backend that --attention-backend means on this device and of the exchange that --cp-comm-type means in
+a layer, with what they cannot do.
 
 | --cp-comm-type | travels                          | attention on each rank                    |
 |----------------|----------------------------------|-------------------------------------------|
@@ -37,7 +37,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def attention_problems(config: TransformerConfig, device: torch.device) -> list[str]:
-    """Why the configured backend cannot honour the configured options on this device; empty when it can."""
+    """Return why the configured backend cannot honour the configured options on this device; empty when it can."""
     backend, on_cpu = config.attention_backend, is_cpu(device)
     problems = []
     if backend == "flash" and on_cpu and config.attention_dropout > 0:
@@ -82,7 +82,7 @@ def build_attention_backend(
 
 
 def find_flash_problem(config: TransformerConfig, device: torch.device) -> str | None:
-    """Why torch's flash kernel for GPUs cannot compute these layers on this device; None where it can."""
+    """Return why torch's flash kernel for GPUs cannot compute these layers on this device; None where it can."""
     widest = find_widest_flash_heads(device)
     if widest == 0:
         return "it needs a GPU of compute capability 8.0"
@@ -145,7 +145,7 @@ def _build_ring(
 
 
 def _build_block_kernel(config: TransformerConfig, options: AttentionOptions, device: torch.device) -> BlockKernel:
-    """What --attention-backend means for one block of a ring: scores and softmax always in float32."""
+    """Return what --attention-backend means for one block of a ring: scores and softmax always in float32."""
     problem = config.ring_problem()
     if problem is not None:
         raise ConfigError(problem)

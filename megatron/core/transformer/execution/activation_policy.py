@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which activations of a stage's layers wait for backward, where, and which are computed or gathered again there.
+"""Policy for the activations of a stage's layers: which wait for backward, and where; which are computed or gathered
+again there.
 
 | setting                      | kept until backward                                                             |
 |------------------------------|---------------------------------------------------------------------------------|
@@ -79,18 +80,18 @@ class ActivationPolicy:
         self._parts = frozenset(config.recompute_modules or ["core_attn"]) if is_selective else frozenset()
 
     def recomputes(self, part: str, within: Collection[str] = ()) -> bool:
-        """Whether backward computes a part again. within: parts that it lies in: computed again themselves, they keep
-        nothing that could be left out."""
+        """Return whether backward computes a part again. within: parts that it lies in: computed again themselves, they
+        keep nothing that could be left out."""
         return part in self._parts and self._parts.isdisjoint(within)
 
     def keeps_rounded_input(self, layer: str) -> bool:
-        """Whether a linear layer that multiplies in 8 bits keeps its input in them. layer: its name in the transformer
-        layer."""
+        """Return whether a linear layer that multiplies in 8 bits keeps its input in them. layer: its name in the
+        transformer layer."""
         # What attention returns it keeps itself, unless it is computed again: another form would come on top.
         return layer != "self_attention.linear_proj" or self.recomputes("core_attn")
 
     def choose_offload(self, stage: int) -> OffloadChoice | None:
-        """What a pipeline stage, from 0, moves to the host; None where nothing goes."""
+        """Return what a pipeline stage, from 0, moves to the host; None where nothing goes."""
         config = self.config
         if config.cpu_offloading_num_layers:
             return OffloadChoice(

@@ -66,7 +66,8 @@ def compile_regions(model: nn.Module, backend: str | None = None) -> int:
 
 
 def find_obstacle(device: torch.device) -> str | None:
-    """Why torch.compile generates no code for the device here, in words; None where it does. Takes some seconds."""
+    """Return why torch.compile generates no code for the device here, in words; None where it does. Takes some
+    seconds."""
     if BACKEND != "inductor":
         return None
     try:

@@ -91,7 +91,7 @@ class Part:
         return list(dict.fromkeys(p for module in self.modules for _, p in list_parameters(module) if p.requires_grad))
 
     def is_watched(self) -> bool:
-        """Whether a hook reads, or changes, what goes through a module inside, or a log a router's choices."""
+        """Return whether a hook reads, or changes, what goes through a module inside, or a log a router's choices."""
         return any(
             m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in self._inner
         ) or any(router.route_log is not None for router in self._routers)
@@ -117,7 +117,7 @@ class Passes:
 
     @property
     def is_replaying(self) -> bool:
-        """Whether the pass that is under way replays recordings."""
+        """True if the pass that is under way replays recordings."""
         return isinstance(self.current, _ReplayedPass)
 
     @property
@@ -180,7 +180,8 @@ class Passes:
 
 
 def describe(value: Any) -> Any:
-    """What must be the same for recordings to serve: shapes and number formats of tensors, other values themselves."""
+    """Return what must be the same for recordings to serve: shapes and number formats of tensors, other values
+    themselves."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype, value.requires_grad
     return tuple(map(describe, value)) if isinstance(value, tuple) else value
@@ -223,13 +224,13 @@ class _Like:
 
 @dataclass
 class _Call:
-    """How a part is called in every pass."""
+    """Form in which a part is called in every pass."""
 
     part: Part
     function: Function
     inputs: list[_Like]
     constants: list[int | None]
-    """Which of the pass's constants it reads, by their place; None for none."""
+    """Constants of the pass that it reads, by their place; None for none."""
 
 
 class _LearningPass:
@@ -313,11 +314,11 @@ class _Slot:
 
     @property
     def is_free(self) -> bool:
-        """Whether no micro-batch holds it."""
+        """True if no micro-batch holds it."""
         return self._lease is None or _is_over(self._lease)
 
     def is_current(self) -> bool:
-        """Whether parameters and their gradients lie where they were recorded."""
+        """Return whether parameters and their gradients lie where they were recorded."""
         return all(map(are_same, self._memory, self._list_memory()))
 
     def _list_memory(self) -> list[Tensor]:
@@ -335,7 +336,7 @@ class _Slot:
         return _ReplayedPass(self, lease)
 
     def _choose_address(self, like: _Like) -> Tensor:
-        """Where a part reads an input: where an earlier part has written it, or in memory of its own."""
+        """Return where a part reads an input: where an earlier part has written it, or in memory of its own."""
         if like.made_by is None:
             return like.make()
         call, index = like.made_by
@@ -388,8 +389,8 @@ class _Slot:
         recorded.parameter_grads = grads[len(wanted) :]
 
     def _choose_gradient_address(self, number: int, index: int, output: Tensor) -> Tensor:
-        """Where a part's backward reads the gradient of an output: where a later part has written it, or in memory of
-        its own."""
+        """Return where a part's backward reads the gradient of an output: where a later part has written it, or in
+        memory of its own."""
         for later in self.calls[number + 1 :]:
             for like, grad in zip(later.call.inputs, later.input_grads, strict=True):
                 if like.made_by == (number, index) and grad is not None and grad.stride() == output.stride():
@@ -398,7 +399,7 @@ class _Slot:
 
 
 def _add_to_main_grad(parameter: nn.Parameter, grad: Tensor | None) -> Tensor | None:
-    """What is left to be handed to autograd."""
+    """Return what is left to be handed to autograd."""
     main_grad: Tensor | None = getattr(parameter, "main_grad", None)
     if grad is None or main_grad is None:
         return grad

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers of a model multiply in FP8, and the end of their steps.
+"""Choice of the layers of a model that multiply in FP8, and the end of their steps.
 
 A transformer layer exchanges, when it is built, the products of its linear layers and experts (`multiply_in_fp8`). What
 lies outside of transformer layers keeps its number format: embedding, router, norms, core attention, and the output

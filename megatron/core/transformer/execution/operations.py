@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which implementation each operation of the model got, in words, for the log."""
+"""Sentences for the log on the implementation that each operation of the model got."""
 
 from __future__ import annotations
 

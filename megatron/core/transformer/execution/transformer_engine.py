@@ -64,8 +64,8 @@ _GATED_ACTIVATIONS = {"gelu_tanh": "geglu", "quick_gelu": "qgeglu", "squared_rel
 
 
 class EngineScales(HasScales):
-    """What a module of the package remembers with `--fp8-recipe delayed`, as buffers: the module's own memory from its
-    first call on. Zeros say that nothing is known."""
+    """Scales that a module of the package remembers with `--fp8-recipe delayed`, as buffers: the module's own memory
+    from its first call on. Zeros say that nothing is known."""
 
     def __init__(self, products: int, history_length: int) -> None:
         """products: matrix products of the module, each with three operands that have scales in forward, and two in
@@ -93,7 +93,8 @@ class EngineScales(HasScales):
 
 
 def _remember_scales(owner: nn.Module, config: TransformerConfig, products: int = 1) -> EngineScales | None:
-    """What keeps the scales of a module that computes the layer `owner`, as a part of it; None without delayed ones."""
+    """Return what keeps the scales of a module that computes the layer `owner`, as a part of it; None without delayed
+    ones."""
     if config.few_bits_recipe != "delayed":
         return None
     owner.engine_scales = EngineScales(products, config.fp8_amax_history_len)
@@ -300,8 +301,8 @@ class EngineAttention(AttentionBackend):
 
     @staticmethod
     def takes(backend: Any, options: AttentionOptions) -> bool:
-        """Whether layers with these options may have it. What is special stays with the backend that was chosen for
-        it: sinks, bounded scores, chunks, exchanges among ranks, gradients that are the same in every run."""
+        """Return whether layers with these options may have it. What is special stays with the backend that was chosen
+        for it: sinks, bounded scores, chunks, exchanges among ranks, gradients that are the same in every run."""
         special = options.has_sinks or options.softcap is not None or options.chunk is not None
         special = special or options.query_key_layer_scaling or options.deterministic
         return isinstance(backend, AttentionBackend) and not special
@@ -427,7 +428,7 @@ class EngineExecution(Execution):
         return product if is_plain and product not in keep_inputs else None
 
     def _takes_mlp(self, mlp: MLP) -> bool:
-        """Whether the package's module computes what this MLP does, and nothing is asked for inside of it."""
+        """Return whether the package's module computes what this MLP does, and nothing is asked for inside of it."""
         if "mlp_act" in mlp.recomputed or self.policy.recomputes("mlp") or self.policy.offloads_parts:
             return False
         plain = mlp.activation.clamp_value is None and mlp.activation.linear_offset == 0.0

@@ -36,16 +36,16 @@ def load_package() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """Where the layers of a model come from."""
+    """Origin of the layers of a model."""
 
     is_engine: bool
-    """Whether they compute by Transformer Engine."""
+    """True if they compute by Transformer Engine."""
     name: str
     """In words, for the log."""
 
 
 def choose_implementation(asked: str, device: torch.device) -> Implementation:
-    """What `--transformer-impl` comes to on a device. asked: local, transformer_engine or auto.
+    """Return what `--transformer-impl` comes to on a device. asked: local, transformer_engine or auto.
 
     A CPU has plain torch, whatever is asked. Raises ConfigError where Transformer Engine is asked for by name on a GPU
     and cannot be had.

@@ -261,5 +261,5 @@ def weigh_activated(activate: Activate, x: Tensor, weights: Tensor, activation: 
 
 
 def _inside(dim: int, group: Group, parts: tuple[Part, ...] | None = None) -> tuple[Split, ...]:
-    """How a dimension of each expert is split over the ranks that share it; not at all in a group of one."""
+    """Return how a dimension of each expert is split over the ranks that share it; not at all in a group of one."""
     return () if group.size() == 1 else (Split(dim, "etp", group.size(), group.rank(), parts),)

@@ -104,7 +104,7 @@ class GroupedMatmul(ExpertByExpert):
 
 
 def _adds_by_kernel(grad: Tensor, x: Tensor, main_grad: Tensor) -> bool:
-    """Whether a kernel of ours adds weight gradients to main_grad: 16-bit operands, a sum in float32."""
+    """Return whether a kernel of ours adds weight gradients to main_grad: 16-bit operands, a sum in float32."""
     is_mixed = grad.dtype == x.dtype != main_grad.dtype == torch.float32
     return is_mixed and launching.uses_kernels(grad, x, main_grad)
 

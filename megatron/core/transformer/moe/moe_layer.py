@@ -134,12 +134,12 @@ class MoELayer(MegatronModule):
         return scatter_to_sequence_parallel_region(hidden_states, self.tp_group)
 
     def _choose_sent(self, own: Tensor) -> Tensor:
-        """What experts get of a token: [s, b, h] -> [T, h], or narrower."""
+        """Return what experts get of a token: [s, b, h] -> [T, h], or narrower."""
         return (own if self.fc1_latent_proj is None else self.fc1_latent_proj(own)[0]).flatten(0, 1)
 
     @property
     def can_route_apart(self) -> bool:
-        """Whether `route` is there: a router of somebody else's says nothing about its losses and counts."""
+        """True if `route` is there: a router of somebody else's says nothing about its losses and counts."""
         return type(self.router) is TopKRouter
 
     def route(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
@@ -152,7 +152,7 @@ class MoELayer(MegatronModule):
         return sent, routing.experts, routing.weights, logits, *losses.values(), *kept
 
     def take_routing(self, hidden_states: Tensor, routed: Sequence[Tensor]) -> tuple[Tensor, Routing]:
-        """What forward needs of `route`; counts the microbatch."""
+        """Return what forward needs of `route`; counts the microbatch."""
         (sent, experts, weights, logits), rest = routed[:4], routed[4:]
         count = len(self._loss_names)
         routing = Routing(experts, weights, rest[count] if len(rest) > count else None)

@@ -138,8 +138,8 @@ def _sum_slots(rows: Tensor, order: Tensor, tokens: int, slots_per_token: int, p
 
 
 def uses_fused_permutation(config: TransformerConfig, device: torch.device) -> bool:
-    """Whether tokens are sent to experts and back by the fused forms: where asked for, and on a GPU, whose reference
-    forms add in an order that changes from run to run."""
+    """Return whether tokens are sent to experts and back by the fused forms: where asked for, and on a GPU, whose
+    reference forms add in an order that changes from run to run."""
     return config.moe_permute_fusion or not is_cpu(device)
 
 

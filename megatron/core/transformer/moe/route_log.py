@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a router did in the microbatches of a step, one after the other: noted, or given back from an earlier run."""
+"""Record of a router's choices in the microbatches of a step, one after the other: noted, or given back from an earlier
+run."""
 
 from __future__ import annotations
 

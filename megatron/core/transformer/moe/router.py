@@ -110,7 +110,7 @@ class TopKRouter(MegatronModule):
         self._load: Tensor | None = None
         """[E + 1], for the log: the same since it was last taken, and how many of these choices were dropped."""
         self.route_log: RouteLog | None = None
-        """Where this step's choices are noted, or come from; see training/hooks/routes.py."""
+        """Log that this step's choices are noted in, or come from; see training/hooks/routes.py."""
         self._step_counts = (0, torch.empty(0), 0)
         """For global_aux_loss: the step, tokens that chose each expert in it, its microbatches so far."""
 
@@ -120,8 +120,8 @@ class TopKRouter(MegatronModule):
         self.arithmetic = RouterArithmetic(*map(compiled, self.arithmetic))
 
     def _choose_initialiser(self, config: TransformerConfig) -> Initialiser:
-        """That of layers with few outputs; where neighbours are slices of one dense MLP, they have one row, so that a
-        token chooses all of them."""
+        """Choose the initialiser of layers with few outputs; where neighbours are slices of one dense MLP, they have
+        one row, so that a token chooses all of them."""
         init, slices = few_outputs_initialiser(config), config.moe_upcycling_granularity
         if not config.moe_use_upcycling or self.topk % slices:
             return init
@@ -155,7 +155,7 @@ class TopKRouter(MegatronModule):
 
     @property
     def learns(self) -> bool:
-        """Whether this forward counts: in evaluation, and without a graph, losses would be summed and never used."""
+        """True if this forward counts: in evaluation, and without a graph, losses would be summed and never used."""
         return self.training and torch.is_grad_enabled()
 
     def note(self, hidden_states: Tensor, routing: Routing, logits: Tensor, shares: Mapping[str, Tensor]) -> None:
@@ -230,8 +230,8 @@ class TopKRouter(MegatronModule):
         return logits.new_empty(self.num_experts).normal_(0.0, std)
 
     def _keep_within_capacity(self, routing: Routing, sequences: int) -> Tensor:
-        """Which choices fit into the capacity of experts and ranks, bool [T, k], decided for the whole microbatch on
-        every process alike."""
+        """Return which choices fit into the capacity of experts and ranks, bool [T, k], decided for the whole
+        microbatch on every process alike."""
         group, cp = self.groups.tp_cp, self.groups.cp.size()
         # Capacity is a bound on the microbatch: a rank that decided alone would drop others than the undivided run.
         # Tokens stand in the order of the sequence, of which context-parallel ranks have a piece from either end.
@@ -243,7 +243,7 @@ class TopKRouter(MegatronModule):
         return to_rank_order(kept.unflatten(0, (-1, sequences)), cp).flatten(0, 1)[self._own_rows(routing.experts)]
 
     def _own_rows(self, rows: Tensor) -> slice:
-        """Where this process's tokens are among those of the microbatch, as `_take_rows` puts them together."""
+        """Return where this process's tokens are among those of the microbatch, as `_take_rows` puts them together."""
         start = self.groups.tp_cp.rank() * rows.shape[0]
         return slice(start, start + rows.shape[0])
 

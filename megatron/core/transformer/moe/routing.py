@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which experts a token gets, and with which weights: functions of the router's logits [tokens, experts].
+"""Choice of each token's experts and their weights: functions of the router's logits [tokens, experts].
 
 | score function         | scores of all experts   | chosen by        | weights of the chosen                        |
 |------------------------|-------------------------|------------------|----------------------------------------------|
@@ -94,7 +94,7 @@ def choose_experts(
 
 
 def score_choice(logits: Tensor, config: MoEFields) -> Tensor:
-    """What the choice goes by, before a bias: logits [T, E] -> [T, E], as `choose_experts` compares them."""
+    """Return what the choice goes by, before a bias: logits [T, E] -> [T, E], as `choose_experts` compares them."""
     if config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax:
         return at_least_float32(logits)
     return score_experts(logits, config.moe_router_score_function)
@@ -187,7 +187,8 @@ def compute_rank_capacity(tokens: int, config: MoEFields) -> int:
 
 
 def keep_within_capacity(experts: Tensor, weights: Tensor, config: MoEFields) -> Tensor:
-    """Which of the choices [T, k] of a whole microbatch full experts keep, and full ranks of what these keep; bool."""
+    """Return which of the choices [T, k] of a whole microbatch full experts keep, and full ranks of what these keep;
+    bool."""
     assert config.num_moe_experts is not None
     tokens, policy = experts.shape[0], config.moe_token_drop_policy
     kept = torch.ones_like(experts, dtype=torch.bool)
@@ -204,8 +205,8 @@ def keep_within_capacity(experts: Tensor, weights: Tensor, config: MoEFields) ->
 
 @torch.no_grad()
 def fit_into_capacity(experts: Tensor, weights: Tensor, num_experts: int, capacity: int, policy: str) -> Tensor:
-    """Which of the choices [T, k] a full expert keeps: by weight ("probs") or the first ("position"); bool [T, k]. Just
-    so for ranks in the place of experts.
+    """Return which of the choices [T, k] a full expert keeps: by weight ("probs") or the first ("position"); bool [T,
+    k]. Just so for ranks in the place of experts.
 
     experts, weights: of the whole microbatch.
     """

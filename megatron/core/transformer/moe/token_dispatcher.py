@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tokens reach their experts on other ranks (dispatch), and how the outputs come back (combine).
+"""Exchange of tokens with experts on other ranks: the way there (dispatch), and the way back of the outputs (combine).
 
 Every rank has tokens of its own. The ranks of one copy of the experts form the group tp_ep: expert parallelism deals
 out the experts, expert tensor parallelism splits each of them over `ranks_per_expert` neighbours in the group.
@@ -50,7 +50,7 @@ _QUANTIZATION_ROWS = 16
 
 
 class Dispatched(NamedTuple):
-    """What the local experts are to work on, and the way back. Weights are those of outputs in a token's sum."""
+    """Tokens that the local experts are to work on, and the way back. Weights are those of outputs in a token's sum."""
 
     rows: Tensor
     """[n, h], sorted by local expert."""
@@ -124,7 +124,7 @@ class TokenDispatcher(ABC):
         return pad_slots(found, slots, rows_each=self._count_equal_rows(own_tokens))
 
     def _count_equal_rows(self, own_tokens: int) -> int:
-        """How many rows an expert may get at most from the whole group, where each rank has so many tokens."""
+        """Return how many rows an expert may get at most from the whole group, where each rank has so many tokens."""
         ranks, divided = self.group.size(), self.ranks_of_microbatch
         capacity = min(compute_capacity(own_tokens * divided, self.config), own_tokens * divided)
         if ranks % divided == 0:
@@ -217,8 +217,8 @@ class AllToAllDispatcher(TokenDispatcher):
         return Dispatched(self.permute(rows, by_expert, 1), self._copy_weights(weights, by_expert), local_ends, combine)
 
     def _list_destinations(self, routing: Routing) -> Tensor:
-        """Where the slots of each token go, [T, k * ranks_per_expert]: a rank of the group and one of its experts, in
-        one number; one behind the last where a full expert drops the token."""
+        """Return where the slots of each token go, [T, k * ranks_per_expert]: a rank of the group and one of its
+        experts, in one number; one behind the last where a full expert drops the token."""
         # Every rank that has a part of an expert gets the token, and makes a part of the output; combine sums them like
         # outputs of different experts.
         holder, expert = routing.experts // self.local_experts, routing.experts % self.local_experts
