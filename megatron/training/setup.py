@@ -48,6 +48,7 @@ from megatron.training.data.planned_batches import build_step_plans
 from megatron.training.data.samples import build_batch_size_calculator, count_iterations, count_needed_samples
 from megatron.training.hooks.build import build_hooks
 from megatron.training.hooks.dispatch import Hooks
+from megatron.training.launch.crash_loop import refuse_crash_loop
 from megatron.training.launch.initialize import Process
 from megatron.training.launch.memory_limits import refuse_oversize
 from megatron.training.metrics import Metrics
@@ -68,6 +69,7 @@ def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[H
     # Before anything that takes long: a --save that cannot be written, or that another run writes to.
     save_locks = prepare_save(config.checkpoint, process.groups.world)
     try:
+        on_first_rank(process.groups.world, lambda: refuse_crash_loop(config))
         prepare_foreign_save(config, recipe, process.groups.world)
         run = build_run(
             config, process, recipe, [*build_hooks(config, HookContext(recipe, traffic, process.watch)), *hooks]

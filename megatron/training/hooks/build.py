@@ -7,6 +7,7 @@ from megatron.training.config.container import RunConfig
 from megatron.training.hooks.checkpoint import CheckpointHook
 from megatron.training.hooks.clocks import NamedRangesHook, PipelineClockHook, TimingHook
 from megatron.training.hooks.console import ConsoleHook
+from megatron.training.hooks.crash_loop import CrashLoopHook
 from megatron.training.hooks.dumps import (
     ActivationGradsDumpHook,
     ActivationsDumpHook,
@@ -51,7 +52,7 @@ HOOKS: tuple[type[Hook], ...] = (
     # Phase.WRITE
     ConsoleHook, MetricsFileHook, TensorBoardHook, WandbHook, ProgressHistoryHook,
     # Phase.CONTROL
-    SimulatedFaultsHook,
+    CrashLoopHook, SimulatedFaultsHook,
     NonFiniteHook, WeightHashHook, OutlierHook, CollectiveTimeoutHook, FreeMemoryHook, GarbageCollectionHook,
     EvaluationHook, NonLossDataHook, SkipIterationsHook, ExitHook,
     # Phase.SAVE
