@@ -15,7 +15,8 @@ from pathlib import Path
 
 from megatron.core.config_base import get_settings
 from megatron.core.errors import ConfigError
-from megatron.training.config.container import RunConfig, group_classes
+from megatron.training.config.container import RunConfig
+from megatron.training.config.run_groups import group_classes
 from megatron.training.data.loading import explain_lost_loader
 from megatron.training.launch.initialize import explain_lost_peer
 
