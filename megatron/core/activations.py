@@ -159,8 +159,8 @@ def _offset(up: Tensor, offset: float) -> Tensor:
 
 
 def adds_bias_in_place(x: Tensor, bias: Tensor | None) -> bool:
-    """Whether a fused activation leaves x + bias in x's memory: not where it is a kernel, which reads the bias each
-    time. Who computes it again from x needs to know."""
+    """Return whether a fused activation leaves x + bias in x's memory: not where it is a kernel, which reads the bias
+    each time. Who computes it again from x needs to know."""
     return not launching.uses_kernels(x, bias)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class AuxiliaryLossScale:
-    """What the gradient of a module's auxiliary losses is multiplied by in this step. The module keeps it as
+    """Factor on the gradient of a module's auxiliary losses in this step. The module keeps it as
     `auxiliary_loss_scale`."""
 
     def __init__(self) -> None:
@@ -49,8 +49,8 @@ def find_auxiliary_loss_scales(models: Iterable[torch.nn.Module]) -> list[Auxili
 
 
 def is_recomputing() -> bool:
-    """Whether this forward runs inside a backward pass, to make activations anew that were not kept: what it counts has
-    been counted."""
+    """Return whether this forward runs inside a backward pass, to make activations anew that were not kept: what it
+    counts has been counted."""
     # torch numbers the backward passes that are running; -1 is none. It has no public question for that.
     return torch._C._current_graph_task_id() != -1
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a tool is that reads or writes many bytes: a bar on a terminal, plain lines in a file.
+"""Progress of a tool that reads or writes many bytes: a bar on a terminal, plain lines in a file.
 
     with ByteProgress("reading iter_0000100", total_bytes) as progress:
         for block in blocks:
@@ -20,7 +20,7 @@ from typing import TextIO
 from megatron.core.errors import format_bytes, say
 
 _QUIET_SECONDS = 2.0
-"""What is done sooner needs no bar."""
+"""Seconds below which no bar is shown."""
 _REDRAW_SECONDS = 0.2
 _LINE_SECONDS = 10.0
 _BAR_WIDTH = 20

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch.compile leaves alone, said without loading it."""
+"""Marks for what torch.compile is to leave alone, set without loading it."""
 
 from __future__ import annotations
 

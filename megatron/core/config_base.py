@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a config field says about itself, and configs that check themselves.
+"""Facts that a config field states about itself, and configs that check themselves.
 
 A config is a keyword-only dataclass that inherits `CheckedConfig`. A field's type, default and docstring (the string
 literal below it) are enough for most flags; `flag(...)` adds what they cannot say: bounds, choices, spellings, what
@@ -227,7 +227,7 @@ def _check_values_and_relations(config: CheckedConfig, reported: Collection[str]
 
 
 def names_any(sentence: str, spellings: Collection[str]) -> bool:
-    """Whether a sentence names one of these flags."""
+    """Return whether a sentence names one of these flags."""
     return any(word in spellings for word in re.findall(r"[\w-]+", sentence))
 
 

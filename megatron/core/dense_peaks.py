@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What products of GPUs multiply at most, from their data sheets: the yardstick of a run's speed."""
+"""Peak rates of GPUs' matrix products, from their data sheets: the yardstick of a run's speed."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _ANOTHER_CHIP = re.compile(r"\b(Laptop|Max-Q|D|D v2|MIG)\b")
 
 
 def cuda_is_usable() -> bool:
-    """Whether this process may use a CUDA device."""
+    """Return whether this process may use a CUDA device."""
     return os.environ.get("MEGATRON_DEVICE", "") != "cpu" and torch.cuda.is_available()
 
 
@@ -71,7 +71,7 @@ def activate(device: torch.device) -> None:
 
 
 def is_cpu(where: torch.Tensor | torch.device) -> bool:
-    """Whether a tensor or a device is the host's own: read without waiting, computed by the CPU's kernels.
+    """Return whether a tensor or a device is the host's own: read without waiting, computed by the CPU's kernels.
 
     What differs between the kernels of CPUs and GPUs is asked with this, here as everywhere, so that a further kind of
     device has one place to be thought of.
@@ -80,13 +80,13 @@ def is_cpu(where: torch.Tensor | torch.device) -> bool:
 
 
 def is_cuda(device: torch.device) -> bool:
-    """Whether it is a CUDA device."""
+    """Return whether it is a CUDA device."""
     return device.type == "cuda"
 
 
 def has_several_queues() -> bool:
-    """Whether kernels of several streams can start in another order than they were launched in: not with the single
-    hardware queue that is set at start for tensor and context parallelism."""
+    """Return whether kernels of several streams can start in another order than they were launched in: not with the
+    single hardware queue that is set at start for tensor and context parallelism."""
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
 
 
@@ -106,7 +106,7 @@ def find_own_gpus(ranks: Sequence[int], own_rank: int) -> list[int] | None:
 
 
 def are_linked(gpus: Sequence[int]) -> bool:
-    """Whether each of these GPUs reaches every other one over NVLink."""
+    """Return whether each of these GPUs reaches every other one over NVLink."""
     try:
         # torch tells its own programs only, from NVIDIA's management library.
         found: Any = torch._C._distributed_c10d._detect_dma_connectivity(torch._C._autograd.DeviceType.CUDA, "nvlink")  # type: ignore[attr-defined]
@@ -117,8 +117,8 @@ def are_linked(gpus: Sequence[int]) -> bool:
 
 @functools.cache
 def has_wide_sums(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a product of operands in `dtype` can be added to a float32 matrix in one kernel. CUDA builds of torch can
-    from release 2.10 on, and the CPU's kernels cannot."""
+    """Return whether a product of operands in `dtype` can be added to a float32 matrix in one kernel. CUDA builds of
+    torch can from release 2.10 on, and the CPU's kernels cannot."""
     if is_cpu(device):
         return False
     operand, into = torch.ones(16, 16, dtype=dtype, device=device), torch.zeros(16, 16, device=device)
@@ -131,12 +131,12 @@ def has_wide_sums(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def has_fp8_products(device: torch.device) -> bool:
-    """Whether the device multiplies 8-bit floating-point numbers: GPUs of compute capability 8.9 and above."""
+    """Return whether the device multiplies 8-bit floating-point numbers: GPUs of compute capability 8.9 and above."""
     return is_cuda(device) and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def find_kernel_obstacle(device: torch.device) -> str | None:
-    """Why Triton does not compile kernels for the device, in words for the log; None where it should."""
+    """Return why Triton does not compile kernels for the device, in words for the log; None where it should."""
     if not is_cuda(device):
         return "no GPU"
     if not available("triton"):
@@ -178,7 +178,7 @@ def synchronize() -> None:
 
 
 def _cuda_in_use() -> bool:
-    """Whether this process computes on a GPU and has touched it; asking does not touch one."""
+    """Return whether this process computes on a GPU and has touched it; asking does not touch one."""
     # A process that did so before may be kept on the CPU now: its GPU knows nothing of how far the CPU is.
     is_kept_away = os.environ.get("MEGATRON_DEVICE", "") == "cpu"
     return not is_kept_away and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
@@ -279,7 +279,7 @@ def measure_seconds_between(earlier: Mark, later: Mark) -> float:
 
 
 def list_profiler_activities() -> list[torch.profiler.ProfilerActivity]:
-    """What torch.profiler can see here: the CPU, and the GPU where this process computes on one."""
+    """Return what torch.profiler can see here: the CPU, and the GPU where this process computes on one."""
     activity = torch.profiler.ProfilerActivity
     return [activity.CPU, *([activity.CUDA] if is_cuda(current_device()) else [])]
 
@@ -372,7 +372,7 @@ def pin_memory(memory: torch.Tensor) -> Callable[[], None]:
 
 
 def allow_bf16_reduced_precision_sums(allowed: bool) -> None:
-    """Whether a GPU's matrix products may sum their parts in bfloat16; process-wide, torch's default is True."""
+    """Set whether a GPU's matrix products may sum their parts in bfloat16; process-wide, torch's default is True."""
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = allowed
 
 
@@ -448,7 +448,7 @@ def hold_computation_until(moment: Any) -> None:
 
 
 def has_come(moment: Any) -> bool:
-    """Whether a moment of a CopyQueue is over; does not wait."""
+    """Return whether a moment of a CopyQueue is over; does not wait."""
     return moment is None or bool(moment.query())
 
 

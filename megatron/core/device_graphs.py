@@ -28,12 +28,12 @@ Result = TypeVar("Result")
 
 @dataclass
 class Recording(Generic[Result]):
-    """What a function launched."""
+    """Record of what a function launched."""
 
     replay: Callable[[], None]
     """Launch it again; does not wait."""
     result: Result
-    """What the function returned: tensors, if any, at addresses to which every replay writes."""
+    """Return value of the function: tensors, if any, at addresses to which every replay writes."""
 
 
 class Recorder(Protocol):
@@ -97,7 +97,7 @@ class GraphRecorder:
 
 
 def are_same(one: Tensor, other: Tensor) -> bool:
-    """Whether they are the same numbers at the same place, both being alive."""
+    """Return whether they are the same numbers at the same place, both being alive."""
     if one.untyped_storage()._cdata != other.untyped_storage()._cdata or one.dtype != other.dtype:
         return False
     return one.storage_offset() == other.storage_offset() and (one.shape, one.stride()) == (other.shape, other.stride())
@@ -125,5 +125,5 @@ def renew_gradient_nodes(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def is_recording() -> bool:
-    """Whether what is launched now is recorded instead of run."""
+    """Return whether what is launched now is recorded instead of run."""
     return is_cuda(current_device()) and torch.cuda.is_current_stream_capturing()

@@ -7,7 +7,7 @@ import enum
 
 
 class ModelType(enum.Enum):
-    """What kind of model a provider builds. GPT is the one there is; programs compare with the others."""
+    """Kind of model that a provider builds. GPT is the one there is; programs compare with the others."""
 
     encoder_or_decoder = 1
     retro_encoder = 2
@@ -17,7 +17,7 @@ class ModelType(enum.Enum):
 
 
 class LayerType(enum.Enum):
-    """What a pipeline layout has on its stages."""
+    """Kinds of parts that a pipeline layout has on its stages."""
 
     embedding = 1
     loss = 2
@@ -27,7 +27,7 @@ class LayerType(enum.Enum):
 
 
 class Fp8Recipe(enum.StrEnum):
-    """How scales of 8-bit numbers are found; see --fp8-recipe."""
+    """Recipes for the scales of 8-bit numbers; see --fp8-recipe."""
 
     delayed = "delayed"
     tensorwise = "tensorwise"
@@ -37,7 +37,7 @@ class Fp8Recipe(enum.StrEnum):
 
 
 class AttnMaskType(enum.Enum):
-    """Which positions attention may look at."""
+    """Masks: the positions that attention may look at."""
 
     padding = 1
     causal = 2
@@ -48,7 +48,7 @@ class AttnMaskType(enum.Enum):
 
 
 class AttnBackend(enum.Enum):
-    """Who computes attention; see --attention-backend."""
+    """Implementations of attention; see --attention-backend."""
 
     flash = 1
     fused = 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank does while tokens travel to experts on other ranks, where the layer itself has nothing to compute.
+"""Work of a rank while tokens travel to experts on other ranks, where the layer itself has nothing to compute.
 
 The layer that begins an exchange calls the gap before it waits for the end, in forward and in backward. The executor
 puts something there: the computation of another micro-batch, or weight gradients that wait (side_by_side.py of

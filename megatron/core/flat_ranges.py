@@ -74,7 +74,8 @@ def merge_ranges(ranges: Iterable[Range]) -> list[Range]:
 
 
 def intersect_ranges(first: Iterable[Range], second: Sequence[Range]) -> list[Range]:
-    """What both lists of ranges hold, each list ascending and without overlaps; pieces stay apart where either cuts."""
+    """Return what both lists of ranges hold, each list ascending and without overlaps; pieces stay apart where either
+    cuts."""
     found: list[Range] = []
     position = 0
     for start, stop in first:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What layers and positions need in generation, so that they need not import inference.
+"""Interface that layers and positions need in generation, so that they need not import inference.
 
     context.layout                       which tokens of which sequences this call has
     context.max_tokens                   tokens that the longest sequence may have

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which process does what: rank <-> coordinates on the parallel axes. Arithmetic only, no processes.
+"""Place of each process in the layout: rank <-> coordinates on the parallel axes. Arithmetic only, no processes.
 
 The ranks form two grids over the same processes, the first axis of `order` running fastest:
 
@@ -56,10 +56,11 @@ class RankGrid:
     folded: bool = False
     """Pipelines run forth and back again, so that their first process also holds the last layers."""
     cp_levels: tuple[int, ...] = ()
-    """How a hierarchical exchange divides `cp`: ranks of a group at each level, neighbours first; empty without one."""
+    """Division of `cp` by a hierarchical exchange: ranks of a group at each level, neighbours first; empty without
+    one."""
 
     hybrid_cp: int = 0
-    """Where each sequence is shared by a number of ranks of its own, the most of them: 1, 2, 4, ... neighbours among
+    """Most ranks that share a sequence, where each sequence has its own number of them: 1, 2, 4, ... neighbours among
     the ranks of `dp` x `cp`, up to this number; 0 where all sequences are shared by `cp` ranks."""
 
     embedding_stages: tuple[int, ...] | None = None
@@ -172,8 +173,9 @@ class RankGrid:
         return [2**level for level in range(self.hybrid_cp.bit_length())]
 
     def optimizer_groups(self, *, of_experts: bool = False) -> tuple[list[list[int]], list[list[int]]]:
-        """Where `optimizer_instances` copies of the divided optimizer state exist: the processes that divide one copy
-        (neighbours among those that hold the same shard of the model), and those that hold the same slice of it.
+        """Return the groups where `optimizer_instances` copies of the divided optimizer state exist: the processes that
+        divide one copy (neighbours among those that hold the same shard of the model), and those that hold the same
+        slice of it.
 
         of_experts: of the state of experts, of which there may be fewer replicas: then there are as many copies as
         divide both numbers.
@@ -221,7 +223,7 @@ DEFERS_WEIGHT_GRADIENTS = ("zb-h1", "zb-v")
 
 
 def schedule_problem(schedule: str, chunks: int) -> str | None:
-    """What stands against a pipeline schedule with so many chunks of layers on each stage."""
+    """Return what stands against a pipeline schedule with so many chunks of layers on each stage."""
     written = f"--pipeline-schedule {schedule}"
     if schedule == "interleaved" and chunks == 1:
         return f"{written} needs several chunks per stage; add --num-virtual-stages-per-pipeline-rank"
@@ -271,7 +273,7 @@ class VirtualStages:
 
 
 def size_problems(world_size: int, sizes: dict[str, int]) -> list[str]:
-    """What stands against so many processes with these sizes of tp, cp, pp, ep and etp.
+    """Return what stands against so many processes with these sizes of tp, cp, pp, ep and etp.
 
     Experts are carved out of tensor x context x data parallelism; they do not multiply the world size.
     """
@@ -303,8 +305,8 @@ def size_problems(world_size: int, sizes: dict[str, int]) -> list[str]:
 
 
 def find_instances_problem(instances: int, replicas: int) -> str | None:
-    """Why so many copies of a divided optimizer state are not possible among these replicas of the model; None where
-    they are."""
+    """Return why so many copies of a divided optimizer state are not possible among these replicas of the model; None
+    where they are."""
     if instances >= 1 and replicas % instances == 0:
         return None
     return (
@@ -337,7 +339,7 @@ def list_rank_groups(sizes: dict[str, int], wanted: Set[str]) -> list[list[int]]
 
 
 def side_by_side_problem(schedule: str) -> str | None:
-    """What stands against running the backwards of a pipeline schedule beside its forwards."""
+    """Return what stands against running the backwards of a pipeline schedule beside its forwards."""
     if schedule in ("1f1b", "interleaved"):
         return None
     return (

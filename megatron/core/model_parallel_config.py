@@ -22,7 +22,7 @@ _HYBRID = Needs("--hybrid-context-parallel", lambda run: run.hybrid_context_para
 
 @dataclass(kw_only=True)
 class ModelParallelConfig(CheckedConfig):
-    """How the model is divided over processes, and in which number format it computes."""
+    """Division of the model over processes, and the number format in which it computes."""
 
     tensor_model_parallel_size: int = flag(1, minimum=1, kind="layout")
     """Processes that share each layer (tensor parallelism)."""

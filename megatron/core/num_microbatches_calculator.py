@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many microbatches make up the global batch, as a function of the samples consumed so far.
+"""Number of microbatches that make up the global batch, as a function of the samples consumed so far.
 
 Every way of growing the batch is a staircase: from so many consumed samples on, this global batch size.
 

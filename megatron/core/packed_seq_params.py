@@ -24,7 +24,7 @@ from megatron.core.sequences.token_layout import TokenLayout
 
 @dataclass
 class PackedSeqParams:
-    """Where the documents of a packed sequence begin and end; upstream's names.
+    """Boundaries of the documents of a packed sequence; upstream's names.
 
     cu_seqlens_*: int32 [documents + 1], starts and the end of the last one; entries may repeat (empty documents). The
     `_padded` ones are where the documents lie in memory, when each is followed by padding. Queries and keys have the

@@ -115,7 +115,7 @@ _WITHOUT = {
 
 
 class VirtualPipeline:
-    """What upstream's programs remember about interleaved chunks: how many a process has, and which one is built."""
+    """Memory of upstream's programs about interleaved chunks: how many a process has, and which one is built."""
 
     size: ClassVar[int | None] = None
     rank: ClassVar[int | None] = None
@@ -128,7 +128,7 @@ def destroy_model_parallel() -> None:
 
 
 def model_parallel_is_initialized() -> bool:
-    """Whether initialize_model_parallel was called."""
+    """Return whether initialize_model_parallel was called."""
     return ProcessGroupCollection.has_current()
 
 
@@ -174,7 +174,7 @@ def get_tensor_model_parallel_group(check_initialized: bool = True) -> Any:
 
 
 def get_tensor_model_parallel_world_size() -> int:
-    """How many processes share each dense layer."""
+    """Return how many processes share each dense layer."""
     return _groups().tp.size()
 
 
@@ -217,14 +217,15 @@ def get_pipeline_model_parallel_rank() -> int:
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this process holds the first stage; unless ignore_virtual, whether its chunk `vp_stage` does."""
+    """Return whether this process holds the first stage; unless ignore_virtual, whether its chunk `vp_stage` does."""
     return _groups().is_first_stage and (ignore_virtual or vp_stage in (None, 0))
 
 
 def is_pipeline_last_stage(
     ignore_virtual: bool = True, vp_stage: int | None = None, vp_size: int | None = None
 ) -> bool:
-    """Whether this process holds the last stage; unless ignore_virtual, whether chunk `vp_stage` of `vp_size` does."""
+    """Return whether this process holds the last stage; unless ignore_virtual, whether chunk `vp_stage` of `vp_size`
+    does."""
     is_last_chunk = vp_size is None or vp_stage in (None, vp_size - 1)
     return _groups().is_last_stage and (ignore_virtual or is_last_chunk)
 
@@ -276,12 +277,12 @@ def get_pipeline_model_parallel_split_rank() -> int | None:
 
 
 def is_pipeline_stage_before_split(rank: int | None = None) -> bool:
-    """Whether a stage holds encoder layers, as far as there is a split: True without one."""
+    """Return whether a stage holds encoder layers, as far as there is a split: True without one."""
     return True
 
 
 def is_pipeline_stage_after_split(rank: int | None = None) -> bool:
-    """Whether a stage holds decoder layers, as far as there is a split: True without one."""
+    """Return whether a stage holds decoder layers, as far as there is a split: True without one."""
     return True
 
 
@@ -306,12 +307,12 @@ def get_position_embedding_group(check_initialized: bool = True) -> Any:
 
 
 def is_rank_in_embedding_group() -> bool:
-    """Whether this process holds input or output embeddings."""
+    """Return whether this process holds input or output embeddings."""
     return _groups().embd is not None
 
 
 def is_rank_in_position_embedding_group() -> bool:
-    """Whether this process holds position embeddings."""
+    """Return whether this process holds position embeddings."""
     return _groups().pos_embd is not None
 
 
@@ -355,7 +356,7 @@ def get_context_parallel_group(check_initialized: bool = True) -> Any:
 
 
 def get_context_parallel_world_size() -> int:
-    """How many processes share each sequence."""
+    """Return how many processes share each sequence."""
     return _groups().cp.size()
 
 
@@ -397,7 +398,7 @@ def get_expert_model_parallel_group(check_initialized: bool = True) -> Any:
 
 
 def get_expert_model_parallel_world_size() -> int:
-    """How many processes share the experts of a layer."""
+    """Return how many processes share the experts of a layer."""
     return _groups().ep.size()
 
 
@@ -412,7 +413,7 @@ def get_expert_tensor_parallel_group(check_initialized: bool = True) -> Any:
 
 
 def get_expert_tensor_parallel_world_size() -> int:
-    """How many processes share each expert."""
+    """Return how many processes share each expert."""
     return _groups().expt_tp.size()
 
 
@@ -428,7 +429,7 @@ def get_expert_data_parallel_group(check_initialized: bool = True, partial_exper
 
 
 def get_expert_data_parallel_world_size() -> int:
-    """How many processes hold the same expert shard."""
+    """Return how many processes hold the same expert shard."""
     return _groups().expt_dp.size()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands against using a path as a directory, in words for the user."""
+"""Checks of paths that are to be directories, in words for the user."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 
 def explain_no_directory(path: Path) -> str | None:
-    """What is in the place of a directory, as the end of a sentence: `is a file`; None where it is a directory."""
+    """Return what is in the place of a directory, as the end of a sentence: `is a file`; None where it is a
+    directory."""
     # Not is_dir() and exists(), which take a loop of links and a directory that is closed to us for absent.
     try:
         return None if stat.S_ISDIR(path.stat().st_mode) else "is a file, not a directory"
@@ -28,8 +29,8 @@ def explain_no_directory(path: Path) -> str | None:
 
 
 def explain_unmakeable_directory(path: Path) -> str | None:
-    """Why the path neither is a directory nor can be made one by a single mkdir; None where nothing is known against
-    it."""
+    """Return why the path neither is a directory nor can be made one by a single mkdir; None where nothing is known
+    against it."""
     problem = explain_no_directory(path)
     if problem is None:
         return None

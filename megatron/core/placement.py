@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a parameter is and how it is cut over processes: stated once, and everything else is derived from it.
+"""Role of a parameter and its division over processes: stated once, and everything else is derived from it.
 
 Initialisation, checkpoints and resharding, weight conversion, gradient synchronisation, the gradient norm and the
 memory planner all read the `Placement` that a parameter carries; there is no second list of what is column parallel.
@@ -38,7 +38,7 @@ Box = tuple[tuple[int, int], ...]
 """(start, length) for every dimension of a tensor."""
 
 Kind = Literal["matrix", "router", "embedding", "positions", "head", "filter", "vector", "norm", "qk_norm"]
-"""What a parameter is to the network.
+"""Role of a parameter in the network.
 
     matrix      weight of a linear layer inside the network; a stack of them for experts
     router      matrix that chooses experts
@@ -68,9 +68,9 @@ class Run(NamedTuple):
     """A stretch of one dimension that a shard holds."""
 
     start: int
-    """Where it starts in the full tensor."""
+    """Start in the full tensor."""
     local_start: int
-    """Where it starts in the shard."""
+    """Start in the shard."""
     length: int
     owned: bool
     """False where an earlier shard holds the same elements: they are saved and counted there."""
@@ -97,7 +97,8 @@ class Split:
     """Sub-blocks that are cut one by one, in order; the whole dimension is one part when None."""
 
     def runs(self, size: int) -> list[Run]:
-        """What this shard holds of a dimension that is `size` long, in the shard's order; neighbours are merged."""
+        """Return what this shard holds of a dimension that is `size` long, in the shard's order; neighbours are
+        merged."""
         runs: list[Run] = []
         for _, run in self._part_runs(size):
             last = runs[-1] if runs else None
@@ -188,7 +189,8 @@ class Placement:
     partial_grad_axes: tuple[str, ...] = ()
     """Axes over which each process computes a partial sum of the gradient, to be summed before the update."""
     kind: Kind | None = None
-    """What the parameter is; when None, what its name and shape suggest (`suggest_kind`). Never None afterwards."""
+    """Role of the parameter; when None, the one that its name and shape suggest (`suggest_kind`). Never None
+    afterwards."""
     parallel_dim: int | None = None
     """The dimension that its layer divides over the ranks that share it, also where there is only one and so no split;
     None where the layer divides none."""
@@ -234,27 +236,27 @@ class Placement:
 
     @property
     def is_expert(self) -> bool:
-        """Whether this is a weight of experts: other processes hold the same shard than of dense layers."""
+        """True if this is a weight of experts: other processes hold the same shard than of dense layers."""
         return "ep" in self.axes
 
     @property
     def is_hidden_matrix(self) -> bool:
-        """Whether this is a matrix between hidden states, not a table of tokens or positions nor the output layer: what
+        """True if this is a matrix between hidden states, not a table of tokens or positions nor the output layer: what
         Muon orthogonalises and what muP scales with the width."""
         return self.kind in ("matrix", "router")
 
     @property
     def is_vocabulary(self) -> bool:
-        """Whether this has a row for each token: the word embedding and the output layer."""
+        """True if this has a row for each token: the word embedding and the output layer."""
         return self.kind in ("embedding", "head")
 
     @property
     def is_vector(self) -> bool:
-        """Whether this has one number for each channel, head or expert, whatever its shape: biases, norms, scales."""
+        """True if this has one number for each channel, head or expert, whatever its shape: biases, norms, scales."""
         return self.kind in ("vector", "norm", "qk_norm")
 
     def marks(self) -> dict[str, Any]:
-        """What programs written for upstream read on a parameter: its attributes there, by name."""
+        """Return what programs written for upstream read on a parameter: its attributes there, by name."""
         cuts = [split.dim for split in self.splits if split.axis in ("tp", "etp")]
         dim = cuts[0] if cuts else self.parallel_dim
         return {
@@ -437,7 +439,7 @@ def get_placement(param: Tensor, name: str | None = None) -> Placement:
 
 
 def suggest_kind(name: str, shape: Sequence[int]) -> Kind:
-    """What a parameter is for which nobody has said it, by upstream's names and its shape.
+    """Return what a parameter is for which nobody has said it, by upstream's names and its shape.
 
     >>> suggest_kind("decoder.layers.0.self_attention.q_layernorm.weight", (64,))
     'qk_norm'

@@ -70,21 +70,21 @@ class PretendGroup:
 
 
 Group: TypeAlias = "dist.ProcessGroup | MeteredGroup | PretendGroup | SingleRankGroup"
-"""What a collective runs over: has size() and rank()."""
+"""Participants of a collective: has size() and rank()."""
 
 
 class _Row(NamedTuple):
-    """What is known of a field of ProcessGroupCollection."""
+    """Facts about a field of ProcessGroupCollection."""
 
     lists: Callable[[RankGrid], list[list[list[int]]]]
     """Lists of groups; a process is in at most one group of each list. One list, but for fields that hold a tuple."""
     traffic: str
     """The axis that its traffic is counted for."""
     axes: str | None = None
-    """What RankGrid.groups() calls it; None where the grid has a function of its own for it."""
+    """Name of it in RankGrid.groups(); None where the grid has a function of its own for it."""
     is_tuple: bool = False
     is_apart: bool = False
-    """Whether it has a communicator of its own also where another group has the same members."""
+    """True if it has a communicator of its own also where another group has the same members."""
 
 
 def _along(axes: str, traffic: str | None = None) -> Any:
@@ -266,7 +266,7 @@ class ProcessGroupCollection:
 
     @staticmethod
     def has_current() -> bool:
-        """Whether a collection was set."""
+        """Return whether a collection was set."""
         return ProcessGroupCollection._current is not None
 
     def metered(self, choose: Callable[[dist.ProcessGroup, str], Meter]) -> ProcessGroupCollection:
@@ -300,12 +300,12 @@ class ProcessGroupCollection:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this process holds the first layers of its pipeline."""
+        """True if this process holds the first layers of its pipeline."""
         return self.pp.rank() == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this process holds the last layers of its pipeline."""
+        """True if this process holds the last layers of its pipeline."""
         return self.pp.rank() == self.last_stage
 
     def get_replicas(self, of_experts: bool) -> Group:

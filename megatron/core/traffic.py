@@ -21,7 +21,7 @@ Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broa
 
 
 class Meter(Protocol):
-    """What a group tells of each of its collectives."""
+    """Observer that a group tells of each of its collectives."""
 
     def add(self, axis: str, kind: Kind, tensor_bytes: int, members: int) -> None:
         """Take note of one call; see Traffic.add."""

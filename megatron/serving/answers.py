@@ -21,12 +21,12 @@ from megatron.serving.service import Event, Job, Service
 from megatron.serving.text_stream import TextStream
 
 FINISH = {"eod": "stop", "stop": "stop", "length": "length", "cancelled": "abort"}
-"""How a text ended, in the words of OpenAI's interface."""
+"""Reason that a text ended, in the words of OpenAI's interface."""
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What the server knows of the model."""
+    """Facts about the model that the server knows."""
 
     name: str
     tokenizer: Tokenizer
@@ -66,7 +66,7 @@ class Answer:
 
 
 class Piece(NamedTuple):
-    """What is new of an answer."""
+    """New part of an answer."""
 
     answer: Answer
     text: str
@@ -74,7 +74,7 @@ class Piece(NamedTuple):
 
 
 def read_sampling(body: CompletionBody | ChatBody, index: int) -> Sampling:
-    """How the tokens of the answer with this index are chosen."""
+    """Return how the tokens of the answer with this index are chosen."""
     try:
         bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
     except ValueError as error:

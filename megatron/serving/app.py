@@ -51,14 +51,14 @@ _TEMPLATE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may ask of the server."""
+    """Limits on what a request may ask of the server."""
 
     body_bytes: int = 8 * 2**20
     body_seconds: float = 30.0
     request_seconds: float = 600.0
     api_keys: tuple[str, ...] = ()
     is_local: bool = True
-    """Whether the server listens on this machine alone."""
+    """True if the server listens on this machine alone."""
 
 
 class Application:

@@ -38,7 +38,7 @@ class BadRequest(Exception):
 
 @dataclass
 class _Sampled:
-    """What completions and chats have in common."""
+    """Fields that completions and chats have in common."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 

@@ -33,7 +33,7 @@ class Times:
 
 
 class ServerMetrics:
-    """What is counted where requests come in and go out."""
+    """Counts taken where requests come in and go out."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

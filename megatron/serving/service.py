@@ -26,7 +26,7 @@ _BEAT_SECONDS = 1.0
 
 
 class Event(NamedTuple):
-    """What has come of a job: new tokens, how it ended, or why it could not begin."""
+    """News of a job: new tokens, how it ended, or why it could not begin."""
 
     tokens: list[int]
     ended_by: EndedBy | Literal["lost"] | None = None
@@ -46,7 +46,7 @@ class Job:
 
 
 class Service:
-    """Where server and engine meet. `run` belongs to the main thread, all else to any."""
+    """Meeting point of server and engine. `run` belongs to the main thread, all else to any."""
 
     def __init__(self, max_waiting: int) -> None:
         """max_waiting: jobs that wait for the engine; more are turned away."""
@@ -54,7 +54,7 @@ class Service:
         self.engine: Engine | None = None
         self.max_waiting = max_waiting
         self.deadline: float | None = None
-        """When what is still being written is cut off, by time.monotonic()."""
+        """Time at which texts still being written are cut off, by time.monotonic()."""
         self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._jobs: dict[int, Job] = {}
         self._numbers = 0

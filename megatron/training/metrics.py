@@ -36,10 +36,10 @@ _MOST_ROWS = 1000
 
 
 class Shown(NamedTuple):
-    """How a metric appears in the progress line."""
+    """Form of a metric in the progress line."""
 
     reduce: Reduction
-    """What its values over the interval become."""
+    """Reduction of its values over the interval."""
     text: Callable[[float], str]
 
 
@@ -51,9 +51,9 @@ class Row:
     values: dict[str, float | None] = field(default_factory=dict)
     """By name, in the order in which they were recorded; None: not known."""
     losses: dict[str, float] = field(default_factory=dict)
-    """Those of the values that are losses."""
+    """Values that are losses."""
     texts: list[str] = field(default_factory=list)
-    """What the progress line of this iteration says beside numbers."""
+    """Words in the progress line of this iteration beside numbers."""
     tables: list[str] = field(default_factory=list)
     """Lines to print below it."""
 
@@ -75,7 +75,7 @@ class _Recorded(NamedTuple):
 
 
 class Metrics:
-    """What one process has recorded and not yet read. interval: iterations between two reads."""
+    """Values that one process has recorded and not yet read. interval: iterations between two reads."""
 
     def __init__(self, interval: int = 1) -> None:
         self.interval = interval
@@ -124,13 +124,13 @@ class Metrics:
         self._open_tables.append(table)
 
     def end_step(self, iteration: int) -> None:
-        """What was recorded since the last call belongs to this iteration."""
+        """Count what was recorded since the last call to this iteration."""
         row = Row(iteration, texts=self._open_texts, tables=self._open_tables)
         self._rows.append((row, self._open, self._open_losses))
         self._open, self._open_losses, self._open_texts, self._open_tables = [], [], [], []
 
     def is_due(self, iteration: int) -> bool:
-        """Whether values are to be read after this iteration. The same on all ranks."""
+        """Return whether values are to be read after this iteration. The same on all ranks."""
         # Depends on the iteration alone, because reading waits for the device and may be followed by collectives: all
         # ranks must read together.
         if iteration % self.interval == 0 or len(self._rows) >= _MOST_ROWS:

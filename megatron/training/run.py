@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training run is made of: its parts, how far it is, what a step gives back, and the moments hooks may use."""
+"""Building blocks of a training run: its parts, its progress, the result of a step, and the moments hooks may use."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Progress:
-    """How far a run is. With the seed it decides which samples come next, so every checkpoint has it."""
+    """Progress of a run. With the seed it decides which samples come next, so every checkpoint has it."""
 
     target_iterations: int
     """The run is over after this many iterations."""
@@ -66,7 +66,7 @@ class Progress:
         self.target_iterations = self.iteration
 
     def state_dict(self) -> dict[str, int]:
-        """What a checkpoint keeps: everything but the target, which is the next run's own."""
+        """Return what a checkpoint keeps: everything but the target, which is the next run's own."""
         state = dataclasses.asdict(self)
         # A resumed run may be longer or shorter than the saved one; only its own flags say how long it is.
         del state["target_iterations"]
@@ -81,7 +81,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one training step gives to the hooks. Tensors stay on the device until a hook reads them."""
+    """Result of one training step, for the hooks. Tensors stay on the device until a hook reads them."""
 
     losses: dict[str, torch.Tensor]
     """Mean over the tokens of the global batch, by name; "lm loss" is the language-model loss."""
@@ -95,7 +95,7 @@ class StepResult:
     samples: int
     """Size of the global batch."""
     loss_scale: float = 1.0
-    """What this step's loss was multiplied by before backward, with --fp16."""
+    """Factor on this step's loss before backward, with --fp16."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Evaluation:
     final: bool
     """True for the evaluation after the last iteration."""
     set_name: str | None = None
-    """Which of several validation sets; None where there is one."""
+    """Name among several validation sets; None where there is one."""
     samples: str = ""
     """Of what the losses are means, in words: `2 batches of 8: samples 16 to 31 of 1000`."""
     generated: str = ""
@@ -136,9 +136,9 @@ class Run:
     groups: ProcessGroupCollection
     """The processes this one talks to, by axis of the layout."""
     device: torch.device
-    """Where this process computes."""
+    """Device on which this process computes."""
     recipe: Recipe
-    """What depends on the kind of model: tokens, data, forward step."""
+    """Parts that depend on the kind of model: tokens, data, forward step."""
     model: list[ModelChunk]
     """This rank's pipeline chunks, each with its flat buffers of parameters and gradients."""
     optimizer: MegatronOptimizer
@@ -156,7 +156,7 @@ class Run:
     data: TrainingData
     """The datasets of training, validation and test, and how this process reads them."""
     progress: Progress
-    """How far the run is; the part of its state that decides which samples come next."""
+    """Position of the run: the part of its state that decides which samples come next."""
     hooks: Hook
     """Everything that happens beside the steps, as one hook."""
     timers: Timers
@@ -170,16 +170,16 @@ class Run:
     metrics: Metrics = field(default_factory=Metrics)
     """Values for the log."""
     yardstick: Yardstick | None = None
-    """What counts as 100 % for MFU; on the first rank, once training starts."""
+    """Speed that counts as 100 % for MFU; on the first rank, once training starts."""
     save_locks: list[DirectoryLock] = field(default_factory=list)
     """The right to write into --save, and into another directory of checkpoints; on the first rank, until
     Hook.on_close."""
     loaded_from: Path | None = None
     """The checkpoint that the run continues from; None for a run that starts afresh, or from weights alone."""
     list_ended_ranks: Callable[[Sequence[int]], list[int]] = list_none
-    """Which of these ranks have ended; none where that cannot be found out."""
+    """Function that returns the ranks among these that have ended; none where that cannot be found out."""
     saved_progress: Progress | None = None
-    """How far the run was when its newest complete checkpoint was taken; that may be some steps ago."""
+    """Position of the run when its newest complete checkpoint was taken, which may be some steps ago."""
     tensorboard_writer: Any = None
     """TensorBoard's SummaryWriter on the first rank, from Hook.on_train_start to on_close, with --tensorboard-dir."""
     stop_reason: str | None = field(default=None, init=False)
@@ -195,7 +195,7 @@ class Run:
 
     @property
     def is_repeated(self) -> bool:
-        """Whether the run had been finished, and its end saved where it stays, before it began."""
+        """True if the run had been finished, and its end saved where it stays, before it began."""
         load, path = self.config.checkpoint.load, self.loaded_from
         stays = load is None or path is None or Path(load) in (path, path.parent)
         return (
@@ -249,7 +249,7 @@ Step = Callable[[Run, "Iterator[Batch]"], None]
 
 
 class StepWatch(Protocol):
-    """What wants to know where a run is, to find out when it hangs (launch/hang_watch.py)."""
+    """Observer that follows a run, to find out when it hangs (launch/hang_watch.py)."""
 
     def begin_step(self, iteration: int) -> None:
         """An iteration, counted from 1, begins."""
@@ -266,21 +266,21 @@ class StepWatch(Protocol):
 
 @dataclass(frozen=True)
 class HookContext:
-    """What `Hook.build` is given beside the settings."""
+    """Arguments of `Hook.build` beside the settings."""
 
     recipe: Recipe
-    """What depends on the kind of model."""
+    """Parts that depend on the kind of model."""
     traffic: Traffic
-    """What --log-comm-volume has counted."""
+    """Counts of --log-comm-volume."""
     watch: StepWatch | None = None
-    """What tells when the job is hung; None for one process, and with --hang-timeout 0."""
+    """Watch that tells when the job is hung; None for one process, and with --hang-timeout 0."""
 
 
 # The order is what makes two guarantees: a value is written before anything acts on it, and everything has acted before
 # the run is saved.
 class Phase(enum.IntEnum):
-    """Whose turn it is. After a step the phases follow each other in this order; before a step and at the end of a run
-    in the reverse order, as nested contexts do, so that what measures a step stands next to it."""
+    """Order in which hooks take turns. After a step the phases follow each other in this order; before a step and at
+    the end of a run in the reverse order, as nested contexts do, so that what measures a step stands next to it."""
 
     MEASURE = 0
     """Records values in `run.metrics`. They are read between this phase and the next one. An error is forgiven, as in
@@ -325,7 +325,7 @@ class Hook:
         return cls()
 
     def wrap_step(self, step: Step) -> Step:
-        """What is done for each iteration in place of `step`, which it may call, call again, or leave out."""
+        """Return what is done for each iteration in place of `step`, which it may call, call again, or leave out."""
         return step
 
     def on_train_start(self, run: Run) -> None:
@@ -341,7 +341,7 @@ class Hook:
         """After each step. Tensors of the result are for `run.metrics.record`; reading one waits for the device."""
 
     def on_metrics(self, run: Run, rows: Sequence[Row]) -> None:
-        """When values have been read: every iteration comes once, in order."""
+        """Take values that have been read: every iteration comes once, in order."""
 
     def on_evaluate(self, run: Run, evaluation: Evaluation) -> None:
         """Called after an evaluation."""
@@ -356,13 +356,14 @@ class Hook:
         """Called after the last step, also after a requested stop."""
 
     def on_error(self, run: Run, error: Exception) -> None:
-        """When training has raised `error`, on the ranks where it was raised; not when an interrupt ends it."""
+        """Act when training has raised `error`, on the ranks where it was raised; not when an interrupt ends it."""
 
     def on_close(self, run: Run) -> None:
         """Called at the very end, also after an error."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the hook: plain numbers, texts, lists and dicts of them, equal on all ranks."""
+        """Return what a checkpoint keeps of the hook: plain numbers, texts, lists and dicts of them, equal on all
+        ranks."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

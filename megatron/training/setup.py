@@ -153,7 +153,7 @@ def build_run(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequen
 
 
 def print_summaries(datasets: Sequence[Any]) -> None:
-    """What the datasets have to say about themselves: a line of each that has a method `summary`."""
+    """Print what the datasets have to say about themselves: a line of each that has a method `summary`."""
     for dataset in [part for entry in datasets for part in (entry if isinstance(entry, list) else [entry])]:
         # A blend speaks through the datasets it draws from.
         for part in getattr(dataset, "datasets", [dataset]):
@@ -215,7 +215,7 @@ def switch_compiler_off_where_it_fails(config: RunConfig, device: torch.device) 
 
 
 def _select_accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
-    """Those arguments that the function has a name for. Raises ConfigError where it must have one."""
+    """Select the arguments that the function has a name for. Raises ConfigError where it must have one."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return offered
@@ -229,8 +229,8 @@ def _select_accepted(function: Callable[..., Any], offered: dict[str, Any]) -> d
 
 
 def tie_chunks(modules: Sequence[nn.Module]) -> None:
-    """Where one process has the embedding and, in a later chunk, another use of its weight (the tied output layer,
-    multi-token prediction): share it."""
+    """Share the embedding's weight with another use of it in a later chunk of this process (the tied output layer,
+    multi-token prediction)."""
     for module in modules:
         owner = getattr(module, "embedding_owner_chunk", None)
         if owner is not None:
@@ -244,7 +244,7 @@ def build_executor(
     batch_size: NumMicrobatchesCalculator,
     optimizer: MegatronOptimizer,
 ) -> Executor:
-    """What runs the chunks."""
+    """Return what runs the chunks."""
     assert config.data.seq_length is not None, "checked by read_run_config"
     shape = compute_activation_shape(config.model, process.groups, config.data.seq_length, batch_size.micro_batch_size)
     return Executor(

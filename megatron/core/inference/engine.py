@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How much an engine takes on at once. Raises ConfigError for values out of range."""
+    """Limits on what an engine takes on at once. Raises ConfigError for values out of range."""
 
     max_sequence_length: int
     """Tokens of the longest text, prompt included."""
@@ -58,7 +58,7 @@ class EngineSettings:
 
 
 class _Choice(NamedTuple):
-    """What one pass has brought one request."""
+    """Result of one pass for one request."""
 
     tokens: list[int]
     logprobs: list[TokenLogprobs]
@@ -67,7 +67,7 @@ class _Choice(NamedTuple):
 
 @dataclass
 class Counters:
-    """What an engine has done since it was made."""
+    """Counts of what an engine has done since it was made."""
 
     passes: int = 0
     prompt_tokens: int = 0
@@ -198,7 +198,7 @@ class Engine:
         return 1 + len(request.drafts) if part.reaches_end and request.max_new_tokens else 0
 
     def _choose(self, parts: list[Part], logits: Tensor, wanted: list[int]) -> list[_Choice]:
-        """What each request gets of logits [sum of wanted, v]."""
+        """Return what each request gets of logits [sum of wanted, v]."""
         # One wait for the device for all texts that take the likeliest token.
         likeliest = logits[:, : self.vocab_size].argmax(dim=-1).tolist()
         choices, first = [], 0

@@ -23,7 +23,7 @@ from megatron.core.inference.speculation import Drafter
 
 @dataclass(frozen=True)
 class Completion:
-    """What the model wrote after a prompt, and why it stopped."""
+    """Text that the model wrote after a prompt, and the reason that it stopped."""
 
     tokens: list[int]
     """The new tokens, without the one that ended the text."""

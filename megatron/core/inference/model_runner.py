@@ -48,7 +48,7 @@ class ModelRunner:
         self._source = all_gather_object(self.groups.is_last_stage, self.groups.world).index(True)
         self._padding: HeldSequence | None = None
         self.keeps_states = False
-        """Whether `states` are wanted."""
+        """True if `states` are wanted."""
         self.states: list[Tensor] = []
         """Hidden states of the last pass behind the final norm, [n, 1, h] of each row."""
 
@@ -83,7 +83,7 @@ class ModelRunner:
         return self.groups.world.rank() == self._source
 
     def agree(self, value: T | None) -> T:
-        """What the deciding rank has, on all ranks."""
+        """Return what the deciding rank has, on all ranks."""
         return broadcast_object(value, self.groups.world, self._source)
 
     # ---- a pass

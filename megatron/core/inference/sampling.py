@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which token comes next: the likeliest, or one drawn from the likely ones.
+"""Choice of the next token: the likeliest, or one drawn from the likely ones.
 
     logits --penalties, biases--> --/ temperature--> keep the k largest --> keep the fewest that hold the share p
         --> keep those of at least min_p times the likeliest's probability --> draw
@@ -25,7 +25,7 @@ from megatron.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. Raises ConfigError for values out of range."""
+    """Settings by which the next token is chosen. Raises ConfigError for values out of range."""
 
     greedy: bool = False
     """Always the likeliest token; the rest is then without effect."""
@@ -102,7 +102,7 @@ def choose_next_tokens(
 
 
 def find_probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """What the next token of each sequence is drawn from: logits [b, v] -> [b, v] float32, on the CPU."""
+    """Return what the next token of each sequence is drawn from: logits [b, v] -> [b, v] float32, on the CPU."""
     # On the CPU in float32, as the generators are: a seed gives the same text on every device.
     return torch.softmax(keep_likely(logits.float().cpu() / sampling.temperature, sampling), dim=-1)
 
@@ -126,7 +126,7 @@ class Draft:
     """[b, v] float32 on the CPU, what they were drawn from; None where they are certain, such as copied ones."""
 
     def select(self, rows: Sequence[int]) -> Draft:
-        """Those of some sequences."""
+        """Select the drafts of some sequences."""
         return Draft(self.tokens[rows], None if self.probabilities is None else self.probabilities[rows])
 
 

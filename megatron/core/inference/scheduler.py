@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests the next pass of the model works on, and how many tokens of each.
+"""Choice of the requests that the next pass of the model works on, and of the number of tokens of each.
 
     waiting --admitted when its prompt fits--> running --its text ends--> finished
        ^                                          |
@@ -27,7 +27,7 @@ class Part(NamedTuple):
     request: Request
     tokens: int
     reaches_end: bool
-    """Whether the last token of the text is among them, so that the next one is chosen."""
+    """True if the last token of the text is among them, so that the next one is chosen."""
 
     @classmethod
     def of(cls, request: Request, count: int) -> Part:

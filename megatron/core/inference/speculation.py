@@ -40,7 +40,7 @@ class Drafter(ABC):
     """Drafts tokens for an engine, and counts how many of them were right."""
 
     reads_states = False
-    """Whether it needs the model's hidden states of every token."""
+    """True if it needs the model's hidden states of every token."""
 
     def __init__(self, most: int) -> None:
         """most: tokens drafted at a time."""
@@ -66,7 +66,7 @@ class Drafter(ABC):
         self.kept += sum(draft == token for draft, token in judged)
 
     def describe(self) -> str:
-        """How many drafts were right, in words."""
+        """Return how many drafts were right, in words."""
         if not self.drafted:
             return "speculation: no token was drafted"
         share, pace = 100 * self.kept / self.drafted, 1 + self.kept / self.texts_read
@@ -88,7 +88,7 @@ def refuse_dropping(config: Any) -> None:
 
 
 def list_writing(requests: Sequence[Request]) -> list[Request]:
-    """Those of them whose last token alone is to be read, and that have room for a draft and a token."""
+    """List the requests whose last token alone is to be read, and that have room for a draft and a token."""
     return [
         each
         for each in requests
@@ -115,7 +115,7 @@ class PromptLookup(Drafter):
             request.drafts = [Draft(torch.tensor([token]), None) for token in found]
 
     def find(self, text: Sequence[int]) -> Sequence[int]:
-        """What followed the latest earlier place of the longest end of the text that has one."""
+        """Return what followed the latest earlier place of the longest end of the text that has one."""
         for length in range(min(self.longest_match, len(text) - 1), 0, -1):
             end = text[-length:]
             for place in range(len(text) - length - 1, -1, -1):
@@ -162,7 +162,7 @@ class ModelDrafter(Drafter):
 
 @dataclass
 class _Depths:
-    """What multi-token prediction keeps of a text."""
+    """State that multi-token prediction keeps of a text."""
 
     sequences: list[HeldSequence]
     """Of each depth."""

@@ -28,7 +28,7 @@ PAGE_TOKENS = 16
 
 
 class Reach(NamedTuple):
-    """How far back a token of some layers sees; all tokens where both are None."""
+    """Distance back that a token of some layers sees; all tokens where both are None."""
 
     window: int | None = None
     """Tokens before itself."""
@@ -53,7 +53,7 @@ class HeldSequence:
 
 
 class _Span(NamedTuple):
-    """Where the tokens of one sequence lie that a call reads: a stretch of memory, or pages that lie apart."""
+    """Place of the tokens of one sequence that a call reads: a stretch of memory, or pages that lie apart."""
 
     first: int
     tokens: int
@@ -191,7 +191,7 @@ class SequenceState:
         sequence.length = length
 
     def count_known(self, contents: Sequence[bytes]) -> int:
-        """How many pages from the first on are known to the layers that see all tokens."""
+        """Return how many pages from the first on are known to the layers that see all tokens."""
         pool = self.pools[self._all]
         return next((index for index, content in enumerate(contents) if pool.find(content) is None), len(contents))
 
@@ -231,7 +231,7 @@ class SequenceState:
         return [tuple(_read(memory, span) for memory in held) for span in self._spans[group]]
 
     def _find_places(self, group: int) -> Tensor:
-        """Where in memory the tokens of the call go, int64, in their order in the call."""
+        """Return where in memory the tokens of the call go, int64, in their order in the call."""
         found: list[int] = []
         for row, past, new in zip(self.rows, self.layout.past, self.layout.new, strict=True):
             table = row.tables[group]
@@ -243,7 +243,7 @@ class SequenceState:
         return places if self.layout.is_packed else places.view(len(self.rows), -1).t().flatten()
 
     def _find_span(self, group: int, row: HeldSequence, past: int) -> _Span:
-        """What the tokens of a call see of a row."""
+        """Return what the tokens of a call see of a row."""
         first = self.groups[group].find_first(past)
         begin = first // PAGE_TOKENS
         pages = [page for page in row.tables[group][begin : -(-row.length // PAGE_TOKENS)] if page is not None]

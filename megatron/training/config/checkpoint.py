@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where and when to save, what to load."""
+"""Settings of saving and loading."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LOCAL = Needs("--non-persistent-ckpt-type local", lambda run: run.non_persisten
 _COPIES = Needs("--replication", lambda run: run.replication)
 
 HF_PREFIX = "hf:"
-"""What --load hf:DIR begins with."""
+"""Beginning of --load hf:DIR."""
 
 
 def find_hf_directory(text: str | None) -> Path | None:
@@ -46,14 +46,14 @@ _EXPERTS = Needs("--num-experts", lambda run: run.num_moe_experts is not None)
 
 
 class Strictness(NamedTuple):
-    """What loading does with the tensors that differ between checkpoint and model."""
+    """Treatment of tensors that differ between checkpoint and model."""
 
     may_lack: bool
     """Tensors that only the model has keep the values they were initialised with, and are listed."""
     may_have_more: bool
     """Tensors that only the checkpoint has are left out."""
     lists_more: bool = False
-    """Those are listed."""
+    """True if all of them are listed."""
 
 
 STRICTNESS = {
@@ -108,8 +108,8 @@ class CheckpointConfig(CheckedConfig):
         choices=("fully_parallel", "atomic"),
         needs=_LOCAL,
     )
-    """How ranks divide the writing of `local`. fully_parallel: of what data-parallel ranks all hold each writes a
-    share, and loading exchanges the shares. atomic: each rank writes all that it holds."""
+    """Division of the writing of `local` among ranks. fully_parallel: of what data-parallel ranks all hold each writes
+    a share, and loading exchanges the shares. atomic: each rank writes all that it holds."""
     replication: bool = flag(False, needs=_LOCAL)
     """Ranks also keep copies of each other's files of `local`: when nodes are lost, those that have come into their
     place fetch the files of their ranks from there."""
@@ -171,7 +171,7 @@ class CheckpointConfig(CheckedConfig):
     ckpt_convert_save: PathText | None = flag(
         None, needs=Needs("--ckpt-convert-format", lambda run: run.ckpt_convert_format is not None)
     )
-    """Where --ckpt-convert-format saves: in a directory of the format's name there."""
+    """Place to which --ckpt-convert-format saves: in a directory of the format's name there."""
     save_tokenizer_assets: bool = flag(
         True, off_names=("--no-save-tokenizer-assets", "--disable-save-tokenizer-assets")
     )
@@ -195,7 +195,7 @@ class CheckpointConfig(CheckedConfig):
             ),
         ),
     )
-    """Where no optimizer state is loaded, take the float32 main parameters from the checkpoint, not from the weights as
+    """With no optimizer state loaded, take the float32 main parameters from the checkpoint, not from the weights as
     they were rounded to 16 bits: its main parameters where it has them, else its weights."""
     override_ckpt_iteration: int | None = flag(
         None, minimum=0, unit="iterations", kind="numerics", needs=Needs("--load", lambda run: run.load is not None)
@@ -226,7 +226,7 @@ class CheckpointConfig(CheckedConfig):
                  "return_unexpected", "return_all", "ignore_all"),
         needs=_LOADING,
     )  # fmt: skip
-    """What to do where checkpoint and model have different tensors. assume_ok_unexpected, raise_all: refuse.
+    """Action where checkpoint and model have different tensors. assume_ok_unexpected, raise_all: refuse.
     raise_unexpected: leave out what only the checkpoint has. log_all, return_all: in addition keep the initial values
     of what only the model has, and list both; log_unexpected, return_unexpected, ignore_all: list only the latter.
     Another shape is always refused."""
@@ -238,23 +238,23 @@ class CheckpointConfig(CheckedConfig):
 
     @property
     def saves_non_persistent(self) -> bool:
-        """Whether there are checkpoints of which only the newest stays."""
+        """True if there are checkpoints of which only the newest stays."""
         return self.save is not None and self.non_persistent_save_interval is not None
 
     @property
     def saves_locally(self) -> bool:
-        """Whether those lie on the ranks' own nodes."""
+        """True if those lie on the ranks' own nodes."""
         return self.saves_non_persistent and self.non_persistent_ckpt_type == "local"
 
     @property
     def loads_locally(self) -> bool:
-        """Whether to look for one on the ranks' own nodes: it continues a run with all of its state."""
+        """True if to look for one on the ranks' own nodes: it continues a run with all of its state."""
         parts = (self.finetune, self.no_load_optim, self.no_load_rng, self.ckpt_step is not None)
         return self.load is not None and self.non_persistent_local_ckpt_dir is not None and not any(parts)
 
     def loads_main_params(self, model: TransformerConfig) -> bool:
-        """Whether main parameters are loaded where the optimizer's state is not. The same on all ranks: what follows
-        from it is collective."""
+        """Return whether main parameters are loaded where the optimizer's state is not. The same on all ranks: what
+        follows from it is collective."""
         return self.load_main_params_from_ckpt and (model.bf16 or model.fp16)
 
     def problems(self) -> Iterator[str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which data to train on, how it is read, and which tokenizer made it."""
+"""Choice of the data to train on, its reading, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class DataConfig(FillInTheMiddle):
     eod_mask_loss: bool = False
     """No loss where the input is the end-of-document token."""
     allow_ambiguous_pad_tokens: bool = False
-    """Where a tokenizer pads with its end-of-document token, take that token for padding: no loss on it. Otherwise it
+    """If a tokenizer pads with its end-of-document token, take that token for padding: no loss on it. Otherwise it
     is an end of document, which the model learns to write."""
     create_attention_mask_in_dataloader: bool = flag(True, off_names=("--no-create-attention-mask-in-dataloader",))
     """The loader may make the masks that --reset-attention-mask needs. A mask that is only causal is never stored:
@@ -184,7 +184,7 @@ class DataConfig(FillInTheMiddle):
                 yield from error.problems
 
     def _document_problems(self) -> Iterator[str]:
-        """How documents are cut, rearranged and kept apart."""
+        """Check how documents are cut, rearranged and kept apart."""
         if self.fim_data and self.fim_split_sample is not None and self.fim_fragment_rate is None:
             yield (
                 f"{self.say('fim_split_sample')} needs --fim-fragment-rate, the share of the parts that are rearranged"

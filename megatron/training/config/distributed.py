@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How processes find and talk to each other."""
+"""Settings by which processes find and talk to each other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DistributedInitConfig(CheckedConfig):
     """Communication library; nccl on CUDA devices and gloo on CPUs when not given."""
     # Also the time in which the processes must find each other when a job starts.
     distributed_timeout_minutes: int = flag(10, minimum=1, maximum=_MOST_MINUTES, unit="minutes")
-    """How long a collective may wait for other ranks."""
+    """Minutes that a collective may wait for other ranks."""
     distributed_timeout_seconds_after_init: int | None = flag(
         None,
         minimum=1,
@@ -36,7 +36,7 @@ class DistributedInitConfig(CheckedConfig):
         unit="seconds",
         needs=Needs("several processes", lambda run: run.world_size > 1),
     )
-    """How long a collective may wait from the second iteration on; as before when not given."""
+    """Seconds that a collective may wait from the second iteration on; as before when not given."""
     flight_recorder_dump_path: PathText | None = flag(
         None,
         gpu=NeedsGPU(

@@ -53,7 +53,7 @@ def microbatches_fill_the_pipeline(run: RunGroups) -> Iterator[str]:
 
 
 def find_interleaving_problem(run: RunGroups, microbatches: int) -> str | None:
-    """Why the interleaved schedule cannot run so many microbatches; None where it can, or another schedule runs
+    """Return why the interleaved schedule cannot run so many microbatches; None where it can, or another schedule runs
     them."""
     stages = run.model.pipeline_model_parallel_size
     group = run.model.microbatch_group_size_per_vp_stage or stages
@@ -168,7 +168,7 @@ def copies_of_the_optimizer_state_divide_the_replicas(run: RunGroups) -> Iterato
 
 
 def divided_parameters_stand_alone(run: RunGroups) -> Iterator[str]:
-    """What fully sharded data parallelism cannot be combined with."""
+    """Yield what fully sharded data parallelism cannot be combined with."""
     ddp, model, asked = run.ddp, run.model, sharding_flag(run)
     if not ddp.use_torch_fsdp2:
         return
@@ -252,7 +252,7 @@ def formats_of_divided_parameters_fit(run: RunGroups) -> Iterator[str]:
 
 
 def gathers_parameters(run: RunGroups) -> bool:
-    """Whether ranks gather parameters that others have updated."""
+    """Return whether ranks gather parameters that others have updated."""
     ddp = run.ddp
     return ddp.use_distributed_optimizer or ddp.use_megatron_fsdp or ddp.use_torch_fsdp2
 
@@ -269,7 +269,7 @@ def low_precision_gathers_have_something_to_gather(run: RunGroups) -> Iterator[s
 
 
 def are_parameters_divided(run: RunGroups) -> bool:
-    """Whether several processes hold parts of each parameter."""
+    """Return whether several processes hold parts of each parameter."""
     return run.ddp.use_torch_fsdp2 and _replicas(run) != 1
 
 

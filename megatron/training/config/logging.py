@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to log, where, and how often."""
+"""Settings of logging: contents, places and intervals."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ class LoggerConfig(CheckedConfig):
     logging_level: int | None = flag(None, minimum=0, maximum=50)
     """Level of Python's logging for libraries and for scripts of your own: 10 debug, 20 info, 30 warning, 40 error."""
     timing_log_level: int = flag(0, choices=(0, 1, 2))
-    """Which parts of an iteration are timed: 0 none, 1 its phases, 2 also data, forward and backward computation."""
+    """Detail of the timing of an iteration: 0 none, 1 its phases, 2 also data, forward and backward computation."""
     timing_log_option: str = flag(
         "minmax",
         choices=("max", "minmax", "all"),
         needs=Needs("--timing-log-level", lambda run: run.timing_log_level > 0),
     )
-    """What is printed of the ranks' times: the largest, the smallest and the largest, or every rank's."""
+    """Statistic printed of the ranks' times: the largest, the smallest and the largest, or every rank's."""
     # Upstream's flag has another name than its setting, too.
     barrier_with_L1_time: bool = flag(  # noqa: N815 (upstream's name)
         True, names=("--barrier-with-level-1-timing",), off_names=("--no-barrier-with-level-1-timing",)

@@ -63,8 +63,8 @@ class GPTModelFlags(CheckedConfig):
         unsupported_choices=("inference_optimized",),
         kind="kernel",
     )
-    """What layers compute with. transformer_engine: NVIDIA's Transformer Engine on a GPU, plain torch on a CPU. auto:
-    Transformer Engine where it can be imported, else plain torch; the log says which. local: plain torch."""
+    """Library that layers compute with. transformer_engine: NVIDIA's Transformer Engine on a GPU, plain torch on a CPU.
+    auto: Transformer Engine where it can be imported, else plain torch; the log says which. local: plain torch."""
     spec: list[str] | None = flag(None, nargs="*", metavar="WORD", kind="function")
     """A layer of your own: a Python module and the name of a function in it that returns a ModuleSpec, or of a
     ModuleSpec; `local` is the usual layer. See docs/models.md."""

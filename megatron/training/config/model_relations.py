@@ -74,7 +74,7 @@ def further_tokens_can_be_predicted(run: RunGroups) -> Iterator[str]:
 
 
 def scores_can_be_measured(run: RunGroups) -> Iterator[str]:
-    """Where the largest attention scores can be measured, and clipping lasts."""
+    """Check that the largest attention scores can be measured where clipping needs them, and that clipping lasts."""
     model = run.model
     if run.logger.log_max_attention_logit and not model.qk_clip:
         yield from model.score_measuring_problems("--log-max-attention-logit")
@@ -87,7 +87,7 @@ def scores_can_be_measured(run: RunGroups) -> Iterator[str]:
 
 
 def optimizer_fits_the_model(run: RunGroups) -> Iterator[str]:
-    """What an update rule needs of the model."""
+    """Yield what an update rule needs of the model."""
     model, optimizer = run.model, run.optimizer
     if model.use_mup and optimizer.optimizer not in ("adam", "lion"):
         yield f"--use-mup scales the learning rates of Adam and Lion, not of {run.say('optimizer')}; use adam"
@@ -130,7 +130,8 @@ def vocabulary_divides_over_the_ranks(run: RunGroups) -> Iterator[str]:
 
 
 def find_uneven_rows(asked: str, rows: int, ranks: int) -> str | None:
-    """Why tensor-parallel ranks cannot share a table of so many rows; None where they can. asked: what made it so."""
+    """Return why tensor-parallel ranks cannot share a table of so many rows; None where they can. asked: what made it
+    so."""
     # The vocabulary is split by rows, and all shards have one shape.
     if rows % ranks == 0:
         return None

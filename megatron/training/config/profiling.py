@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to record of a few iterations, to see where their time and memory go."""
+"""Settings of profiles of a few iterations, to see where their time and memory go."""
 
 from __future__ import annotations
 

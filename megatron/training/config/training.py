@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long to train, on how much data per step, and when to evaluate."""
+"""Length of training, data per step, and times of evaluation."""
 
 from __future__ import annotations
 

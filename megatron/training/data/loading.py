@@ -50,7 +50,7 @@ _ON_HOST = frozenset({"local_cp_size", "cu_seqlens"})
 
 @dataclass(frozen=True)
 class LoaderSettings:
-    """How batches are read on this process."""
+    """Settings by which batches are read on this process."""
 
     micro_batch_size: int
     dp_rank: int
@@ -124,11 +124,12 @@ class TrainingData:
     datasets: dict[str, Any]
     settings: LoaderSettings
     planned: Callable[[int], Generator[Batch, None, None]] | None = None
-    """What `open` does for training data where a plan says which samples share a microbatch: see planned_batches.py."""
+    """Counterpart of `open` for training data where a plan says which samples share a microbatch: see
+    planned_batches.py."""
     _open: list[Generator[Batch, None, None]] = field(default_factory=list, init=False)
 
     def has(self, split: str) -> bool:
-        """Whether the split has samples."""
+        """Return whether the split has samples."""
         return bool(self.parts(split))
 
     def parts(self, split: str) -> list[Any]:
@@ -263,7 +264,7 @@ def load_samples(
 
 @dataclass(frozen=True)
 class _Behaviour:
-    """What a loader process does about signals, and about a trainer that has stopped listening or is gone."""
+    """Behaviour of a loader process on signals, and on a trainer that has stopped listening or is gone."""
 
     ignored_signal: str | None
     trainer: int
@@ -363,7 +364,7 @@ def check_vocabulary(sample: Mapping[str, Any], limit: int, place: Callable[[], 
 
 
 def describe(dataset: Any, index: int) -> str:
-    """Where a sample comes from, in the dataset's own words if it has any."""
+    """Return where a sample comes from, in the dataset's own words if it has any."""
     locate = getattr(dataset, "locate", None)
     return str(locate(index)) if locate is not None else type(dataset).__name__
 

@@ -41,7 +41,7 @@ _NOTHING = -1
 
 
 class Place(NamedTuple):
-    """Where a conversation stands in the data, and how many ranks share its microbatch."""
+    """Place of a conversation in the data, and the number of ranks that share its microbatch."""
 
     sample: int
     document: int
@@ -50,7 +50,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """What a plan depends on besides the lengths."""
+    """Sizes that a plan depends on besides the lengths."""
 
     rank: int
     """This process among the ranks of data and context parallelism."""
@@ -61,13 +61,14 @@ class Layout:
     seq_length: int
     cost: SampleCost
     sequence_parallel_ranks: int = 1
-    """Those that divide a context-parallel rank's tokens among them."""
+    """Ranks that divide a context-parallel rank's tokens among them."""
     in_step: bool = False
     """All ranks have equally many microbatches, because they exchange something in each."""
 
     @classmethod
     def build(cls, config: RunConfig, groups: ProcessGroupCollection, padded_vocab_size: int) -> Layout:
-        """Where this process stands in the context-parallel ranks of a run, and what a conversation costs there."""
+        """Return where this process stands in the context-parallel ranks of a run, and what a conversation costs
+        there."""
         # The longest conversation and the tokens that a rank may hold decide over how many ranks it is divided.
         most, seq_length = config.model.max_seqlen_per_dp_cp_rank, config.data.seq_length
         assert most is not None and seq_length is not None, "checked by read_run_config"
@@ -149,8 +150,8 @@ class StepPlans:
         return self._plans[consumed_samples]
 
     def num_microbatches(self, consumed_samples: int) -> int:
-        """How many this rank has in that step; earlier steps are forgotten. One where the data are used up: whoever
-        takes it learns that."""
+        """Return how many microbatches this rank has in that step; earlier steps are forgotten. One where the data are
+        used up: whoever takes it learns that."""
         # Memory stays bounded although the loader asks ahead of the step.
         for earlier in [consumed for consumed in self._plans if consumed < consumed_samples]:
             del self._plans[earlier]
@@ -238,7 +239,7 @@ class SingleDocuments(Dataset[Any]):
         return document | {"local_cp_size": place.num_ranks}
 
     def locate(self, place: Any) -> str:
-        """Where the conversation comes from, for messages."""
+        """Return where the conversation comes from, for messages."""
         return f"conversation {place.document} of those from {self.dataset.locate(place.sample)} on"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which samples a run reads: how many in each step, how many in all, and in which order.
+"""Choice of the samples that a run reads: how many in each step, how many in all, and in which order.
 
 Both samplers are functions of the number of samples consumed, so a run continues exactly where it stopped whatever it
 trained on before:
@@ -27,7 +27,7 @@ PADDING = -1
 
 
 def build_batch_size_calculator(config: RunConfig) -> NumMicrobatchesCalculator:
-    """How many microbatches each step has. Raises ConfigError for sizes that the ranks cannot share."""
+    """Return how many microbatches each step has. Raises ConfigError for sizes that the ranks cannot share."""
     training = config.training
     scheduled = training.step_batch_size_schedule is not None
     return build_num_microbatches_calculator(

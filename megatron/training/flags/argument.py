@@ -101,7 +101,7 @@ def _list_choices(flag: Flag) -> str:
 
 
 def _name_value(flag: Flag) -> str | tuple[str, ...]:
-    """What stands for a value in the help."""
+    """Return what stands for a value in the help."""
     if flag.choices is None or flag.metavar:
         return flag.metavar or {int: "N", float: "X"}.get(flag.value_type, "TEXT")
     choices = _list_choices(flag)

@@ -32,7 +32,7 @@ class PlannedFlags:
 
 
 def checkpoint_problems(run: RunConfig) -> Iterator[str]:
-    """What a checkpoint of upstream's format needs of the communication."""
+    """Yield what a checkpoint of upstream's format needs of the communication."""
     checkpoint = run.checkpoint
     # Upstream gathers the optimizer's state over gloo for that format.
     without_gloo = not run.distributed.use_gloo_process_groups and run.ddp.use_distributed_optimizer

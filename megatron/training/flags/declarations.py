@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which flags the training program has: its own, those of the configs, and those that are planned or refused.
+"""Flags of the training program: its own, those of the configs, and those that are planned or refused.
 
 What a flag is stands in flag.py, which does not load the configs: a tool that takes a few flags starts without them.
 """

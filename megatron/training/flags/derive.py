@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a command line stands for beyond its words: short forms, flags of other systems, and values that imply others.
+"""Derivation of settings from a command line beyond its words: short forms, flags of other systems, and values that
+imply others.
 
 Every function works on the settings of a run before they are checked (a RunConfig of unchecked groups). It yields notes
 on what a user may not expect, and refuses nothing. Values that follow from others however a config was made are filled
@@ -42,7 +43,7 @@ def derive(run: RunConfig, given: Set[str]) -> Iterator[str]:
 
 
 def _letters(run: RunConfig, given: Set[str]) -> Iterator[str]:
-    """What the letters of a hybrid say, against other flags that say it otherwise."""
+    """Check what the letters of a hybrid say against other flags that say it otherwise."""
     model, asked = run.model, run.say("hybrid_layer_pattern")
     if model.experimental_attention_variant == "gated_delta_net":
         yield "--experimental-attention-variant gated_delta_net is an earlier name of gdn"
@@ -363,7 +364,8 @@ def idle_notes(run: RunConfig, given: Set[str]) -> Iterator[str]:
 
 
 def schedule_notes(run: RunConfig) -> Iterator[str]:
-    """What a schedule in iterations comes to where the batch grows, so that iterations are of different lengths."""
+    """Yield what a schedule in iterations comes to where the batch grows, so that iterations are of different
+    lengths."""
     training, scheduler = run.training, run.scheduler
     steps, ramp = training.step_batch_size_schedule, training.rampup_batch_size
     if training.train_iters is None or (steps is None and ramp is None):

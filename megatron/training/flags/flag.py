@@ -133,7 +133,7 @@ class FormerFlag:
     becomes: tuple[str, ...]
     """The command line it stands for; `{}` is its value. Empty: nothing."""
     text: str
-    """What the note, or the refusal, says after the flag's name."""
+    """Words of the note, or of the refusal, after the flag's name."""
     is_refused: bool
     is_upstream: bool
     """Upstream's parser of today still knows it."""

@@ -55,7 +55,7 @@ _NEVER = "spec"
 
 
 def add_checkpoint_arguments(parsed: ParsedFlags) -> None:
-    """Where --use-checkpoint-args is given, enter what the checkpoint says and nobody has said otherwise."""
+    """Enter what the checkpoint says and nobody has said otherwise, where --use-checkpoint-args is given."""
     given = {dest: entry.value for dest, entry in parsed.given.items()}
     if not given.get("use_checkpoint_args"):
         return

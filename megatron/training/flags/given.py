@@ -30,14 +30,14 @@ class Given:
     source: str
 
     def refusal(self) -> Problem | None:
-        """Why the setting is refused for its status; None where it is accepted."""
+        """Return why the setting is refused for its status; None where it is accepted."""
         refused = explain_refusal(self.flag, self.value, self.written)
         return None if refused is None else Problem(*refused)
 
 
 @dataclass
 class ParsedFlags:
-    """What was given, by `dest`, and what was wrong with it. A later entry replaces an earlier one."""
+    """Values given, by `dest`, and the problems with them. A later entry replaces an earlier one."""
 
     given: dict[str, Given] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What --help prints: the flags that most runs use, or those of a section, or those that a word concerns.
+"""Text of --help: the flags that most runs use, or those of a section, or those that a word concerns.
 
 --help            the flags of COMMON_FLAGS, a line or two each
 --help SECTION    every flag of a group of settings: model, data, optimizer, ...
@@ -47,7 +47,7 @@ COMMON_FLAGS: dict[str, str] = {
 _INTRODUCTION = "The flags that most runs use, with defaults in brackets."
 _COLUMNS = 100
 _INDENT = 36
-"""Where the text of a flag begins."""
+"""Column in which the text of a flag begins."""
 _MOST_CHOICES = 8
 """Of a flag with more, the short help does not list them."""
 Entry = tuple[str, str]

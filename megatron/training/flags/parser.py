@@ -176,7 +176,7 @@ def _find_long_dash(texts: list[str], nargs: int | str | None) -> str | None:
 
 
 def _wrong_number(spelling: str, texts: list[str], nargs: int | str | None) -> str | None:
-    """What is wrong with the number of texts after a flag."""
+    """Return what is wrong with the number of texts after a flag."""
     wanted = 1 if nargs is None else nargs
     for text in texts:
         # One value may begin with a hyphen (-1e-5); among several it is more likely a flag with one hyphen too few.

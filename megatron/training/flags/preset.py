@@ -24,7 +24,7 @@ _WITHOUT_VOCABULARY = "NullTokenizer"
 
 
 def add_preset_flags(parsed: ParsedFlags, world_size: int) -> None:
-    """Where --preset is given, enter what it says and nobody has said otherwise; note what wins over it.
+    """Enter what --preset says and nobody has said otherwise; note what wins over it.
 
     world_size: the number of processes, for --preset-layout.
     """

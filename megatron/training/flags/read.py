@@ -54,7 +54,7 @@ class Examination:
     problems: tuple[Problem, ...]
     """Everything that stands against the settings."""
     program: ProgramFlags
-    """What to do with them."""
+    """Action to take with them."""
     planned: PlannedFlags
     """The flags that no config declares."""
 
@@ -172,7 +172,7 @@ def _judge(
 
 
 def _refuse_by_status(parsed: ParsedFlags, run: RunConfig) -> dict[str, Problem]:
-    """Why each setting is refused that is planned or not supported.
+    """Return why each setting is refused that is planned or not supported.
 
     What derivation has turned back into the default has no effect, and passes.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between two traces of a run, in the order in which it arose.
+"""Differences between two traces of a run, in the order in which it arose.
 
     data -> activations, in forward order -> losses -> gradients, in backward order -> their norm -> the first update
          -> everything later
@@ -37,8 +37,8 @@ class Tolerances:
     activation: float = 1e-4
     """Also of the gradients of activations."""
     negligible: float = 1e-6
-    """What is as small beside the largest element of all tensors is rounding: gradients that would be zero (the bias of
-    keys) have no scale of their own."""
+    """Share of the largest element of all tensors below which a difference is rounding: gradients that would be zero
+    (the bias of keys) have no scale of their own."""
 
 
 TOLERANCES_IN_16_BITS = Tolerances(loss=1e-2, grad=0.1, weight=0.1, activation=0.1, negligible=1e-2)
@@ -48,7 +48,7 @@ TOLERANCES_BY_RANK = Tolerances(loss=1e-2, grad=0.5, weight=0.5, activation=0.5,
 
 
 def choose_tolerances(config: TransformerConfig) -> Tolerances:
-    """What rounding may do in the number format of the settings."""
+    """Return what rounding may do in the number format of the settings."""
     if config.few_bits_recipe is None:
         return Tolerances() if config.compute_dtype_name == "float32" else TOLERANCES_IN_16_BITS
     # Delayed scales are those of one process, but what lies between two values falls to one side or the other.
@@ -56,7 +56,7 @@ def choose_tolerances(config: TransformerConfig) -> Tolerances:
 
 
 class Moment(enum.IntEnum):
-    """When a difference shows, in the order of a run."""
+    """Moment at which a difference shows, in the order of a run."""
 
     DATA = 0
     FORWARD = 1
@@ -72,7 +72,7 @@ class Finding(NamedTuple):
 
     moment: Moment
     subject: str
-    """What differs, as in `gradient of the output of decoder.layers.1.mlp.linear_fc1`."""
+    """Name of the thing that differs, as in `gradient of the output of decoder.layers.1.mlp.linear_fc1`."""
     text: str
     """The worst element, what it should be, where it lies."""
     size: float
@@ -90,13 +90,13 @@ class Finding(NamedTuple):
 
 
 def compare(reference: Trace, found: Trace, tolerances: Tolerances | None = None) -> list[str]:
-    """What differs, the earliest first, in sentences; nothing when both are the same run."""
+    """Return what differs, the earliest first, in sentences; nothing when both are the same run."""
     findings = find_differences(reference, found, tolerances)
     return [str(item) for item in [*findings, *found.disagreements]]
 
 
 def find_differences(reference: Trace, found: Trace, tolerances: Tolerances | None = None) -> list[Finding]:
-    """What differs by more than rounding, in the order in which it arose."""
+    """Return what differs by more than rounding, in the order in which it arose."""
     limits = tolerances or Tolerances()
     findings = list(_compare_points(reference, found, limits))
     for iteration, (ours, theirs) in enumerate(zip(reference.losses, found.losses, strict=True), start=1):
@@ -152,7 +152,7 @@ def find_largest_differences(reference: Trace, found: Trace) -> dict[str, float]
 
 
 class _BackwardOrder:
-    """Where gradients stand in backward, by what one process recorded."""
+    """Places of gradients in backward, by what one process recorded."""
 
     def __init__(self, reference: Trace) -> None:
         self.points = {name: index for index, name in enumerate(reference.points)}
@@ -304,7 +304,7 @@ def _text_of(expected: Tensor, found: Tensor, difference: _Difference, element: 
 def _describe_holders(
     point: Point, error: Tensor, difference: _Difference, coordinates: Sequence[Mapping[str, tuple[int, int]]]
 ) -> str:
-    """Which ranks hold what is off."""
+    """Return which ranks hold what is off."""
     wrong = [rank for rank, record in point.holders if not float(error[find_place(record)].max()) <= difference.limit]
     ranks = [
         f"rank {rank} ({', '.join(f'{axis} {own}' for axis, (own, _) in coordinates[rank].items())})"
@@ -317,7 +317,7 @@ def _describe_holders(
 
 
 def _describe_place(element: Sequence[int], placement: Placement) -> str:
-    """Which axis holds the element: `in shard 1 of 2 over tp`."""
+    """Return which axis holds the element: `in shard 1 of 2 over tp`."""
     places = []
     for split in placement.splits:
         for index in range(split.num_shards):

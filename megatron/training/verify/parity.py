@@ -53,7 +53,7 @@ class HeldParameter(NamedTuple):
     first_weight: Tensor | None = None
     """After the first update; None where it was not kept."""
     bucket: str = ""
-    """Which of the gradients' buckets it lies in; empty where there is one."""
+    """Bucket of the gradients in which it lies; empty where there is one."""
 
 
 class HeldUntrained(NamedTuple):
@@ -68,7 +68,7 @@ class HeldUntrained(NamedTuple):
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one process saw: losses and gradient norms of every iteration, and the parameters it holds."""
+    """Record of one process: losses and gradient norms of every iteration, and the parameters it holds."""
 
     losses: list[dict[str, float]]
     grad_norms: list[float]
@@ -256,7 +256,7 @@ class Disagreement(NamedTuple):
 
 @dataclass
 class Trace:
-    """What a layout must not change, as full tensors."""
+    """Quantities that a layout must not change, as full tensors."""
 
     losses: list[dict[str, float]]
     grad_norms: list[float]
@@ -271,7 +271,7 @@ class Trace:
     first_update: int = 1
     """The iteration of the first update that moves weights."""
     points: dict[str, Point] = field(default_factory=dict)
-    """What flows through the model, in forward order where one process had all."""
+    """Tensors that flow through the model, in forward order where one process had all."""
     buckets: dict[str, str] = field(default_factory=dict)
     """Name of a parameter -> the bucket that carries its gradient."""
     coordinates: list[dict[str, tuple[int, int]]] = field(default_factory=list)

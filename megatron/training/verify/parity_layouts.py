@@ -30,7 +30,7 @@ _SWITCHES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run is divided: "tp2,sp,pp2,dp2"."""
+    """Division of a run over processes: "tp2,sp,pp2,dp2"."""
 
     text: str
     flags: tuple[str, ...]

@@ -17,7 +17,7 @@ _BETWEEN = {
     "key": " (bias, heads, their norms, rotary positions)",
     "value": " (bias, heads)",
 }
-"""What lies between the output of a module and the input of the next one that is compared, by its part."""
+"""Modules that lie between the output of a module and the input of the next one that is compared, by its part."""
 _PLURAL = {
     Moment.DATA: "{} tensors that were read",
     Moment.FORWARD: "{} activations",
@@ -184,7 +184,7 @@ def _describe(found: Trace, point: Point) -> str:
 
 
 def _describe_border(found: Trace, one: Point, other: Point) -> str:
-    """Where a stage of the pipeline ends between two points: who sends to whom."""
+    """Return where a stage of the pipeline ends between two points: who sends to whom."""
     ranks = [
         {rank for rank, _ in found.points[p.name].holders} if p.name in found.points else set() for p in (one, other)
     ]
@@ -198,7 +198,7 @@ def _describe_border(found: Trace, one: Point, other: Point) -> str:
 
 
 def _find_common_trait(reference: Trace, found: Trace, together: Sequence[Finding]) -> str:
-    """What sets the parameters that differ apart from those that agree; empty where nothing does."""
+    """Return what sets the parameters that differ apart from those that agree; empty where nothing does."""
     parameters = [item for item in together if item.is_parameter]
     if len(parameters) < 2 or len(parameters) < len(together):
         return ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every language model ends with: an output layer, possibly tied to the embedding, and the loss."""
+"""End of every language model: an output layer, possibly tied to the embedding, and the loss."""
 
 from __future__ import annotations
 
