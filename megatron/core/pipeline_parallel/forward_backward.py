@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -20,9 +21,12 @@ def get_forward_backward_func(
 ) -> Callable[..., list[Any]]:
     """The function that runs one step's microbatches; the same for every pipeline, since the schedule is data.
 
-    Part of upstream's signature: the process groups and the number of chunks say all three.
+    pp_size, vp_size: part of upstream's signature; the process groups and the number of chunks say both.
+    schedule_pg_collection: the groups of a call that hands over none.
     """
-    return forward_backward
+    if schedule_pg_collection is None:
+        return forward_backward
+    return partial(forward_backward, pg_collection=schedule_pg_collection)
 
 
 def forward_backward(

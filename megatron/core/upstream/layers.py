@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.errors import ConfigError
+from megatron.core.plan.own_stage import find_own_stage
 from megatron.core.plan.stages import build_pipeline_layout, build_virtual_stages, parse_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.routing import choose_experts
@@ -17,9 +18,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 def layers_of(config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None) -> range:
     """Layers, counted from 0, of a pipeline stage and its chunk. pp_rank: this process's when None."""
-    shape = build_virtual_stages(config)
-    rank = ProcessGroupCollection.current().pp.rank() if pp_rank is None else pp_rank
-    return build_pipeline_layout(config, shape)[shape.index(rank, vp_stage or 0)].layers
+    shape, stage = find_own_stage(config, vp_stage, pp_rank)
+    return build_pipeline_layout(config, shape)[stage].layers
 
 
 def get_num_layers_to_build(config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None) -> int:

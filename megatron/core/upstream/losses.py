@@ -13,7 +13,8 @@ from megatron.core.auxiliary_loss import AuxiliaryLossScale, attach_auxiliary_lo
 from megatron.core.collectives import all_reduce
 from megatron.core.errors import ConfigError
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.plan.stages import build_pipeline_layout, build_virtual_stages
+from megatron.core.plan.own_stage import find_own_stage
+from megatron.core.plan.stages import build_pipeline_layout
 from megatron.core.process_groups_config import Group, ProcessGroupCollection, SingleRankGroup
 from megatron.core.transformer.multi_token_prediction import TokenShift
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -43,8 +44,7 @@ def roll_tensor(
 
 def get_mtp_layer_offset(config: TransformerConfig, vp_stage: int | None = None) -> int:
     """Layers of multi-token prediction on stages before this one."""
-    shape = build_virtual_stages(config)
-    own = shape.index(ProcessGroupCollection.current().pp.rank(), vp_stage or 0)
+    shape, own = find_own_stage(config, vp_stage)
     held = [stage.has_prediction for stage in build_pipeline_layout(config, shape)[:own]]
     return (config.mtp_num_layers or 0) if any(held) else 0
 

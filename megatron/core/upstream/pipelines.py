@@ -117,7 +117,9 @@ class PipelineParallelLayerLayout:
         return list(range(first, first + self.layout[rank][chunk].count(layer_type)))
 
     def _place(self, vp_stage: int | None, pp_rank: int | None) -> tuple[int, int]:
-        return ProcessGroupCollection.current().pp.rank() if pp_rank is None else pp_rank, vp_stage or 0
+        if pp_rank is None:  # one stage needs no groups
+            pp_rank = ProcessGroupCollection.current().pp.rank() if self.pipeline_model_parallel_size > 1 else 0
+        return pp_rank, vp_stage or 0
 
 
 def _write_stage(stage: Sequence[Any]) -> str:

@@ -11,8 +11,9 @@ from typing import Any
 from megatron.core.device import current_device
 from megatron.core.enums import AttnMaskType
 from megatron.core.errors import ConfigError
+from megatron.core.plan.own_stage import find_own_stage
 from megatron.core.plan.read import read_plan
-from megatron.core.plan.stages import build_pipeline_layout, fit_virtual_stages
+from megatron.core.plan.stages import build_pipeline_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNet2
 from megatron.core.ssm.kimi_delta_attention import KimiDeltaAttention
@@ -256,18 +257,19 @@ def get_gpt_decoder_block_spec(
     qk_l2_norm: bool | None = False,
     vp_stage: int | None = None,
     pp_rank: int | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
 ) -> TransformerBlockSubmodules:
     """Return GPTModel's transformer_layer_spec with a spec for each layer of this stage: `layer_specs`, each dense or
     with experts, and `layer_norm`.
 
     normalization, qk_l2_norm: of the config, which they must not contradict (ConfigError). vp_stage: chunk of the
-    stage. pp_rank: the stage, this process's when None.
+    stage. pp_rank: the stage, this process's when None. pg_collection: the groups whose pipeline it is, the current
+    ones when None; with one stage, or with pp_rank, none are needed.
     """
     specs = get_gpt_decoder_layer_specs(config, use_transformer_engine, normalization, qk_l2_norm)
-    pp = ProcessGroupCollection.current().pp
-    shape = fit_virtual_stages(config, pp)
-    layers = build_pipeline_layout(config, shape)[shape.index(pp.rank() if pp_rank is None else pp_rank, vp_stage or 0)]
-    return TransformerBlockSubmodules(specs[layers.layers.start : layers.layers.stop], build_norm)
+    shape, stage = find_own_stage(config, vp_stage, pp_rank, pg_collection)
+    layers = build_pipeline_layout(config, shape)[stage].layers
+    return TransformerBlockSubmodules(specs[layers.start : layers.stop], build_norm)
 
 
 def get_gpt_mtp_block_spec(
