@@ -68,8 +68,12 @@ def test_a_spec_may_be_an_object_or_ask_for_the_config(monkeypatch: pytest.Monke
     (tmp_path / "importing.py").write_text("import no_such_module")
     with pytest.raises(ConfigError, match="--spec importing spec fails with ModuleNotFoundError: No module named"):
         build_model("--spec importing spec")
-    # A builtin makes no layer; and it must not be called: this one would end the process.
-    for words, sentence in (("os _exit", "gives a builtin_function"), ("sys nothing", "sys has no nothing")):
+    # A builtin makes no layer; and it must not be called: the first would end the process.
+    for words, sentence in (
+        ("os _exit", "gives a builtin_function"),
+        ("os system", "gives a builtin_function"),
+        ("sys nothing", "sys has no nothing"),
+    ):
         with pytest.raises(ConfigError, match=f"--spec {words}.*{sentence}"):
             build_model(f"--spec {words}")
     with pytest.raises(ConfigError, match="my_layers.py has no other"):

@@ -17,9 +17,11 @@ from megatron.core.pipeline_parallel.side_by_side import SideBySide
 from megatron.core.pipeline_parallel.timelines import Deadlock, simulate
 from megatron.core.pipeline_parallel.weight_grad_queue import WeightGradQueue
 from megatron.planner.memory import estimate_memory
+from megatron.training.flags.declarations import declared_flags
+from megatron.training.flags.read import examine
 from megatron.training.recipes.gpt import describe_gpt_workload
 from tests.support.transfer_proof import play
-from tests.unit.pipeline_parallel.test_pipeline_flags import pipeline, read
+from tests.unit.pipeline_parallel.test_pipeline_flags import SIZES, pipeline, read
 
 FLAGS = "--overlap-moe-expert-parallel-comm"
 EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --disable-bias-linear"
@@ -156,6 +158,21 @@ def test_the_flags_choose_the_schedule() -> None:
     assert chosen.defers_weight_gradients
     evaluation = [step for step in chosen.program(1, 3, forward_only=True) if isinstance(step, Action)]
     assert write(evaluation) == "F0 F1 F2"
+
+
+def test_delayed_weight_gradients_are_accepted_in_every_form_that_the_overlap_runs_in() -> None:
+    """Every switch and choice of the model and of data parallelism changed alone."""
+    environ, accepted = {"WORLD_SIZE": "4"}, 0
+    base = [*SIZES.split(), *f"--num-layers 8 --pipeline-model-parallel-size 2 {EXPERTS} {FLAGS}".split()]
+    for flag in declared_flags():
+        if flag.config not in ("model", "ddp") or not (flag.is_switch or flag.choices):
+            continue
+        for value in [not flag.default] if flag.is_switch else flag.choices or ():
+            argv = [*base, flag.spell(value) if flag.is_switch else f"{flag.name}={value}"]
+            if not examine(argv, environ).problems:
+                accepted += 1
+                assert examine([*argv, "--delay-wgrad-compute"], environ).problems == (), argv[-1]
+    assert accepted > 100
 
 
 @pytest.mark.parametrize(("chunks", "more"), [("", 2.0), (" --num-virtual-stages-per-pipeline-rank 2", 6 / 5)])

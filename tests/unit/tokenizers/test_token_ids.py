@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.core.errors import DataError
+from megatron.core.tokenizers import huggingface
 from megatron.core.tokenizers.build import build_tokenizer
 from megatron.training.recipes.vocabulary import build_tokenizer as build_for_run
 from tests.preprocess_runs import DATA
@@ -47,6 +48,25 @@ def test_ids_that_are_no_ids(number: Any, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=told):
         # Beside --mock-data, too, where no text is read.
         build_for_run(run_config(f"--tokenizer-type GPT2BPETokenizer {files} --vocab-size 1000"))
+
+
+@pytest.mark.parametrize("where", ["vocab", "added_tokens", "vocab.json"])
+def test_the_library_is_not_handed_an_id_that_ends_the_process(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Library:
+        @staticmethod
+        def from_file(*files: str) -> None:
+            pytest.fail(f"the library is handed {files}")
+
+    monkeypatch.setattr(huggingface.tokenizers, "Tokenizer", Library)
+    monkeypatch.setattr(huggingface.tokenizers.models, "BPE", Library)
+    write_files(tmp_path, 2**31, where)
+    with pytest.raises(DataError, match="has the id 2147483648; ids are whole numbers from 0 to 2147483647"):
+        if where == "vocab.json":
+            huggingface.gpt2_bpe_tokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
+        else:
+            build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
 
 
 @pytest.mark.parametrize("added", [5, True, 1.5, "x", [5]], ids=repr)
