@@ -17,17 +17,21 @@ from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.dist_checkpointing.upstream_dist import FLAT_KEY, name_upstream
 from tests.parallel.checkpoint_contents import assert_bit_equal, saved
 from tests.parallel.harness import run_distributed
-from tests.parallel.small_training import EXPERTS, STYLES
+from tests.parallel.small_training import EXPERTS, OPTIONS, STYLES
 from tests.parallel.test_layout_checkpoints import run_on
 from tests.support.tiny_training import prepare, values
 from tests.unit.dist_checkpointing.test_upstream_formats import GATED, draw
 
 STEPS = "--train-iters 2 --lr-warmup-iters 1 --save-interval 100"
+# The letters that upstream knows, too, once with attention and an MLP behind them, and with further tokens.
+LETTERS = {"letters": OPTIONS["states"].replace("MGK*/M-/M-", "MG*-/M-/M-")}
 ROUND_TRIPS = [
     ("upstream_torch_dist", "llama", "tp2,pp2", "1"),
     ("upstream_torch_dist", "moe", "tp2,sp,ep2,dp2", "1"),
     ("upstream_torch_dist", "moe", "tp2,sp,ep2,dp2,dist-opt", "1"),
     ("upstream_torch_dist", "gpt2", "pp2,vpp2,dp2,dist-opt,--bf16,--micro-batch-size=1", "dp3,dist-opt,--bf16"),
+    ("upstream_torch_dist", "letters", "tp2,pp2,dp2,dist-opt", "1"),
+    ("torch", "letters", "tp2,pp2", "tp2,sp"),
     ("torch", "gpt2", "pp2,vpp2", "1"),
     ("torch", "moe", "tp2,sp,ep2,dp2", "1"),
     ("torch", "gpt2", "dp2,dist-opt,--bf16", "dp2,--bf16"),
@@ -35,6 +39,9 @@ ROUND_TRIPS = [
 ]
 if os.environ.get("MEGATRON_ALL_LAYOUTS"):
     ROUND_TRIPS += [
+        ("upstream_torch_dist", "letters", "tp2,sp,dp2", "pp2"),
+        ("upstream_torch_dist", "letters", "dp3,fsdp2", "tp2"),
+        ("torch", "letters", "dp2,dist-opt,--bf16", "dp2,--bf16"),
         ("torch", "llama", "tp2,pp2", "1"),
         ("upstream_torch_dist", "gpt2", "pp2,vpp2", "1"),
         ("upstream_torch_dist", "gpt2", "dp2,dist-opt,--bf16,--dist-ckpt-optim-fully-reshardable", "dp2,--bf16"),
@@ -63,7 +70,7 @@ if os.environ.get("MEGATRON_ALL_LAYOUTS"):
 @pytest.mark.flags("--ckpt-format")
 @pytest.mark.parametrize(("file_format", "style", "layout", "back_on"), ROUND_TRIPS, ids=str)
 def test_there_and_back(file_format: str, style: str, layout: str, back_on: str, tmp_path: Path) -> None:
-    flags = f"{(STYLES | EXPERTS)[style]} {STEPS}"
+    flags = f"{(STYLES | EXPERTS | LETTERS)[style]} {STEPS}"
     run_on(layout, f"{flags} --save {tmp_path}/first")
     there = f"--load {tmp_path}/first --save {tmp_path}/there --ckpt-format {file_format}"
     assert run_on(layout, f"{flags} {there}") == [], "nothing was left to train"

@@ -199,8 +199,8 @@ def _join(shards: list[Tensor], cut: Cut) -> LazyTensor:
 
 def _concatenate(shards: list[Tensor], cut: Cut) -> Tensor:
     assert cut.dim is not None
-    pieces = [shard.chunk(cut.parts, cut.dim) for shard in shards]
-    return torch.cat([piece[part] for part in range(cut.parts) for piece in pieces], cut.dim)
+    pieces = [shard.split(cut.sizes(shard.shape[cut.dim]), cut.dim) for shard in shards]
+    return torch.cat([piece for part in zip(*pieces, strict=True) for piece in part], cut.dim)
 
 
 def _stack(name: str, experts: Mapping[int, LazyTensor], directory: Path) -> LazyTensor:

@@ -33,7 +33,7 @@ from megatron.core.dist_checkpointing.upstream_pickle import write_pickle
 from megatron.core.plan.model_plan import LayerPlan
 from megatron.core.process_groups_config import Group
 
-_LINEAR = re.compile(r"(.*\.(?:linear_\w+|eh_proj|output_layer)|output_layer)\.weight\d*")
+_LINEAR = re.compile(r"(.*\.(?:linear_\w+|eh_proj|in_proj|out_proj|output_layer)|output_layer)\.weight\d*")
 _EXPERTS = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<layer>linear_fc[12])\.(?P<kind>weight|bias)")
 
 
@@ -123,19 +123,26 @@ def arrange(chunk: Sequence[RankTensor], *, fused: bool, grouped: bool) -> list[
         if _EXPERTS.fullmatch(members[0].name):
             arranged += _divide_experts(members, grouped=grouped)
         else:
-            # Upstream makes the output projection before what comes before it.
-            arranged += sorted(members, key=lambda tensor: ".self_attention.linear_proj." not in tensor.name)
+            arranged += sorted(members, key=_place_in_mixer)
     return arranged
+
+
+def _place_in_mixer(tensor: RankTensor) -> tuple[bool, bool]:
+    """What a module has of its own comes before its parts, and upstream makes the output projection of attention before
+    what comes before it."""
+    is_in_part = "." in tensor.name.removeprefix(_owner(tensor))
+    return is_in_part, ".self_attention.linear_proj." not in tensor.name
 
 
 def _rename(tensor: RankTensor, *, fused: bool) -> RankTensor:
     kept = ["mlp.experts.", *list_kept(tensor.layer, fused=fused, renames_norms=False)]
-    return dataclasses.replace(tensor, name=name_upstream(tensor.name, kept=kept))
+    name = name_upstream(tensor.name, kept=kept, layer=tensor.layer)
+    return dataclasses.replace(tensor, name=name.replace(".mixer.conv1d.", ".mixer.conv1d_"))
 
 
 def _owner(tensor: RankTensor) -> str:
-    """The module within which upstream's order is another: the attention of a layer, or its experts."""
-    found = re.match(r".*\.(self_attention|experts)\.", tensor.name)
+    """The module within which upstream's order is another: the attention or the mixer of a layer, or its experts."""
+    found = re.match(r".*\.(self_attention|mixer|experts)\.", tensor.name)
     return tensor.name if found is None else found[0]
 
 
@@ -170,7 +177,7 @@ def _with_extra_states(tensors: Iterable[RankTensor]) -> dict[str, Tensor | None
     if waiting is not None:
         model[f"{waiting}._extra_state"] = None
     # It has one also where the output layer is the embedding.
-    elif any(name.startswith("decoder.final_layernorm.") for name in model):
+    elif any(name.startswith(("decoder.final_layernorm.", "decoder.final_norm.")) for name in model):
         model["output_layer._extra_state"] = None
     return model
 

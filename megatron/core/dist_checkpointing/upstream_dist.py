@@ -10,6 +10,7 @@ torch.distributed.checkpoint saves of its modules, as its `torch_dcp` does: weig
 | one tensor of all layers, or one for each      | one for each layer                      |
 | self_attention.linear_qkv.layer_norm_weight    | input_layernorm.weight                  |
 | mlp.linear_fc1.layer_norm_weight               | pre_mlp_layernorm.weight                |
+| mixer.in_proj.layer_norm_weight                | input_layernorm.weight                  |
 | self_attention.linear_q_up_proj.layer_norm_... | self_attention.q_layernorm.weight       |
 | mlp.experts.experts.linear_fc1.weight          | mlp.experts.linear_fc1.weight           |
 | optimizer.state.exp_avg.<name>, fp32_param     | the same, with the names above          |
@@ -49,6 +50,7 @@ from megatron.core.dist_checkpointing.safe_pickle import StandIn, read_restricte
 from megatron.core.dist_checkpointing.saved_boxes import BoxReader
 from megatron.core.errors import CheckpointError
 from megatron.core.plan.model_plan import LayerPlan
+from megatron.core.plan.state_kinds import STATE_KINDS
 
 METADATA_NAME = ".metadata"
 RELEASE = "release"
@@ -70,8 +72,6 @@ _LAYERS = re.compile(
 _BEGINNINGS = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
-    ("mixer.in_proj.layer_norm_", "input_layernorm."),
-    ("self_attention.in_proj.layer_norm_", "input_layernorm."),
     ("mlp.experts.experts.", "mlp.experts."),
 )
 """How what follows the layer's number begins: in upstream's names, where a norm is part of the linear layer after it,
@@ -81,6 +81,14 @@ _LATENT_BEGINNINGS = (
     ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),
 )
 """The same of the norms of latent vectors; upstream's layers without Transformer Engine have them under our names."""
+_MIXER_BEGINNINGS = (
+    ("mixer.in_proj.layer_norm_", "input_layernorm."),
+    ("self_attention.in_proj.layer_norm_", "input_layernorm."),
+    ("norm.", "input_layernorm."),
+    ("mixer.conv1d_", "mixer.conv1d."),
+)
+"""The same of state mixers, whose first projection has the norm; a convolution's parameters have such names in the
+format torch alone."""
 
 
 class SavedSlice(NamedTuple):
@@ -253,7 +261,7 @@ def our_names(key: str, shape: tuple[int, ...]) -> list[tuple[str, int | None]]:
     if found is None:
         return [(prefix + key, None)]
     rest = found["rest"]
-    for theirs, ours in _BEGINNINGS + _LATENT_BEGINNINGS:
+    for theirs, ours in _BEGINNINGS + _LATENT_BEGINNINGS + _MIXER_BEGINNINGS:
         if rest.startswith(theirs):
             rest = ours + rest.removeprefix(theirs)
             break
@@ -282,10 +290,11 @@ def list_kept(layer: LayerPlan | None, *, fused: bool, renames_norms: bool) -> l
     return latent + ["input_layernorm."] * is_latent + ["pre_mlp_layernorm."] * layer.has("experts")
 
 
-def name_upstream(name: str, *, kept: Collection[str] = ()) -> str:
+def name_upstream(name: str, *, kept: Collection[str] = (), layer: LayerPlan | None = None) -> str:
     """Upstream's name of a tensor that is called `name` here, with its layer's number.
 
-    kept: beginnings, in our names behind that number, of those that upstream has in the same place.
+    kept: beginnings, in our names behind that number, of those that upstream has in the same place. layer: what it is
+    in, where that may be a state mixer.
     """
     found = _LAYERS.fullmatch(name)
     if found is None or found["number"] is None:
@@ -294,6 +303,9 @@ def name_upstream(name: str, *, kept: Collection[str] = ()) -> str:
     for theirs, ours in _BEGINNINGS + _LATENT_BEGINNINGS:
         if rest.startswith(ours) and ours not in kept:
             inner = found["inner"] or ""
+            mixer = next((kind for kind in STATE_KINDS if layer is not None and layer.has(kind.name)), None)
+            if mixer is not None and ours == "input_layernorm.":
+                theirs = f"{mixer.attribute}.in_proj.layer_norm_"
             return f"{found['start']}.{found['number']}.{inner}{theirs}{rest.removeprefix(ours)}"
     return name
 

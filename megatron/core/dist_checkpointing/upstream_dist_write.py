@@ -45,7 +45,7 @@ from megatron.core.plan.model_plan import ModelPlan
 from megatron.core.process_groups_config import Group
 
 _LAYER = re.compile(r"(?P<start>decoder|mtp)\.layers\.(?P<number>\d+)\.(?:mtp_model_layer\.)?(?P<rest>.+)")
-_LINEAR = re.compile(r"(.*\.(?:linear_\w+|eh_proj))\.weight")
+_LINEAR = re.compile(r"(.*\.(?:linear_\w+|eh_proj|in_proj|out_proj))\.weight")
 _EXPERTS = re.compile(r".*\.mlp\.experts\.linear_fc[12]\.(weight|bias)")
 
 
@@ -64,7 +64,7 @@ class UpstreamNaming:
     def find_key(self, name: str) -> tuple[str, int | None]:
         """Upstream's key of a parameter, and the index in the stack where it is one of it."""
         layer = self.plan.find(name)
-        key = name_upstream(name, kept=list_kept(layer, fused=self.fused, renames_norms=True))
+        key = name_upstream(name, kept=list_kept(layer, fused=self.fused, renames_norms=True), layer=layer)
         if layer is None or not self.is_stacked or layer not in self.plan.decoder:
             return key, None
         return key.replace(f"{layer.name}.", "decoder.layers.", 1), layer.number - 1

@@ -13,6 +13,7 @@ Nothing of this is written in a checkpoint; it follows from how upstream builds 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -20,17 +21,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.dist_checkpointing.upstream_sections import find_rows
 from megatron.core.errors import CheckpointError
 
 _CUT_BY_ROWS = re.compile(
-    r"(.*\.)?(word_embeddings\.weight|output_layer\.(weight|bias)|softmax_offset|eh_proj\.weight"
+    r"(.*\.)?(word_embeddings\.weight|output_layer\.(weight|bias)|softmax_offset|eh_proj\.weight|mixer\.norm\.weight"
+    r"|(mixer|self_attention)\.(in_proj\.weight|conv1d[._](weight|bias)|dt_bias|A_log|D)"
     r"|(linear_qkv|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|linear_fc1)\.(weight|bias))"
 )
-_CUT_BY_COLUMNS = re.compile(r".*\.(linear_proj|linear_fc2)\.weight")
+_CUT_BY_COLUMNS = re.compile(r".*\.(linear_proj|linear_fc2|out_proj)\.weight")
 _CUT_WITHOUT_FUSION = re.compile(r".*\.(linear_q_down_proj|linear_kv_down_proj)\.(weight|bias)")
 """Of latent attention: by rows, but with Transformer Engine each rank has all of it."""
 _LAYER = re.compile(r"decoder\.layers\.(?P<number>\d+)\.(?P<rest>.+)")
 _PREDICTION_LAYER = re.compile(r"mtp\.layers\.(?P<number>\d+)\.(?P<rest>.+)")
+_LETTER = re.compile(r"layers\.(?P<number>\d+)\.(?P<rest>.+)")
+"""A layer of a depth of multi-token prediction in letters, behind mtp_model_layer."""
 _PREDICTION_MODULES = ("enorm", "hnorm", "eh_proj", "mtp_model_layer", "final_layernorm")
 _ALIGNMENT = 64
 """In elements: where a parameter of a bucket may start."""
@@ -49,7 +54,15 @@ _MODULES = (
     "mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2", "mlp.shared_experts.gate_weight",
 )  # fmt: skip
 """The modules of a layer in the order in which upstream's own implementation registers them."""
-_FUSED_MODULES = (*_MODULES[1:8], _NORM, *_MODULES[8:])
+_BEFORE_IN_PROJ = (
+    "mixer.conv1d", "mixer.dt_bias", "mixer.A_log", "mixer.D", "self_attention.dt_bias", "self_attention.A_log",
+)  # fmt: skip
+_MIXER_MODULES = (
+    "mixer.in_proj", "mixer.norm", "mixer.out_proj",
+    "self_attention.in_proj", "self_attention.conv1d", "self_attention.out_norm", "self_attention.out_proj",
+)  # fmt: skip
+"""Of state mixers: what a mixer has of its own comes first, in Mamba-2 the convolution, too."""
+_FUSED_MODULES = (*_MODULES[1:8], *_BEFORE_IN_PROJ, _NORM, *_MIXER_MODULES, *_MODULES[8:])
 """The same with Transformer Engine, where the norm before a linear layer is part of it."""
 _FUSED_LATENT_MODULES = (
     *_MODULES[:5], "self_attention.q_layernorm", "self_attention.linear_q_up_proj",
@@ -109,14 +122,17 @@ class Cut:
 
     dim: int | None = None
     """The dimension that is cut; None where each rank has all of it."""
-    parts: int = 1
-    """Equal parts along it that are cut one by one: a gate and an up projection are two."""
+    parts: tuple[int, ...] = (1,)
+    """Sizes, over any unit, of the parts along it that are cut one by one: a gate and an up projection, the sections of
+    a mixer."""
 
     def shard_shape(self, full: Sequence[int], ranks: int) -> tuple[int, ...] | None:
         """Shape of one of the ranks' shards; None where they cannot have equal ones."""
         if self.dim is None:
             return tuple(full)
-        if self.dim >= len(full) or full[self.dim] % (ranks * self.parts):
+        if self.dim >= len(full) or full[self.dim] % sum(self.parts):
+            return None
+        if any(size % ranks for size in self.sizes(full[self.dim])):
             return None
         return (*full[: self.dim], full[self.dim] // ranks, *full[self.dim + 1 :])
 
@@ -128,8 +144,16 @@ class Cut:
 
     def runs(self, size: int, ranks: int, rank: int) -> list[tuple[int, int, int]]:
         """What a rank has of `size` rows or columns: (start in the tensor, start in the shard, length)."""
-        part, length = size // self.parts, size // self.parts // ranks
-        return [(number * part + rank * length, number * length, length) for number in range(self.parts)]
+        found, start = [], 0
+        for part in self.sizes(size):
+            length = part // ranks
+            found.append((start + rank * length, start // ranks, length))
+            start += part
+        return found
+
+    def sizes(self, size: int) -> list[int]:
+        """The rows or columns of each part, of `size` in all: of the tensor, or of a rank's."""
+        return [part * size // sum(self.parts) for part in self.parts]
 
 
 def find_cut(name: str, args: Mapping[str, Any]) -> Cut:
@@ -143,7 +167,8 @@ def find_cut(name: str, args: Mapping[str, Any]) -> Cut:
     kind = "moe_shared_expert_glu_interleave_size" if ".shared_experts." in name else "moe_mlp_glu_interleave_size"
     takes_turns = args.get(kind) and "experts." in name
     if _CUT_BY_ROWS.fullmatch(name):
-        return Cut(0, 2 if is_gated and not takes_turns and ".linear_fc1." in name else 1)
+        is_pair = is_gated and not takes_turns and ".linear_fc1." in name
+        return Cut(0, (1, 1) if is_pair else tuple(find_rows(name, args).values()) or (1,))
     return Cut()
 
 
@@ -169,6 +194,13 @@ class Parameter:
         return math.prod(self.shape)
 
 
+@functools.cache
+def order_modules(*, fused: bool, is_latent: bool = False) -> dict[str, int]:
+    """Number the modules of a layer as upstream registers them. is_latent: a layer of latent attention."""
+    order = _MODULES if not fused else _FUSED_LATENT_MODULES if is_latent else _FUSED_MODULES
+    return {name: number for number, name in enumerate(order)}
+
+
 def sort_as_registered(parameters: Iterable[Parameter], *, fused: bool, grouped: bool) -> list[Parameter]:
     """The parameters of a model chunk in the order in which upstream registers them.
 
@@ -176,11 +208,11 @@ def sort_as_registered(parameters: Iterable[Parameter], *, fused: bool, grouped:
     come before their second ones. Raises CheckpointError for a name whose place is not known.
     """
     parameters = list(parameters)
-    is_latent = any(".linear_kv_down_proj." in parameter.name for parameter in parameters)
-    order = _MODULES if not fused else _FUSED_LATENT_MODULES if is_latent else _FUSED_MODULES
-    modules = {name: number for number, name in enumerate(order)}
+    latent = {each.name.partition(".self_attention.")[0] for each in parameters if ".linear_kv_down_proj." in each.name}
 
     def place_in_layer(parameter: Parameter, rest: str) -> tuple[int, ...]:
+        is_latent = parameter.name.removesuffix(f".{rest}") in latent
+        modules = order_modules(fused=fused, is_latent=is_latent)
         module = next((module for module in modules if rest.startswith(f"{module}.") or rest == module), rest)
         if module not in modules:
             raise CheckpointError(f"{parameter.name}: its place in upstream's flat buffers is not known")
@@ -196,13 +228,15 @@ def sort_as_registered(parameters: Iterable[Parameter], *, fused: bool, grouped:
         found = _LAYER.fullmatch(name)
         if found is not None:
             return (1, int(found["number"]), *place_in_layer(parameter, found["rest"]))
-        if name.startswith("decoder.final_layernorm."):
+        if name.startswith(("decoder.final_layernorm.", "decoder.final_norm.")):
             return (2, ending)
         found = _PREDICTION_LAYER.fullmatch(name)
         if found is not None:
             part, _, rest = found["rest"].partition(".")
             if part in _PREDICTION_MODULES:
-                inner = place_in_layer(parameter, rest) if part == "mtp_model_layer" else (ending,)
+                letter = _LETTER.fullmatch(rest)
+                number, rest = (int(letter["number"]), letter["rest"]) if letter else (0, rest)
+                inner = (number, *place_in_layer(parameter, rest)) if part == "mtp_model_layer" else (ending,)
                 return (3, int(found["number"]), _PREDICTION_MODULES.index(part), *inner)
         if name.startswith("output_layer."):
             return (4, ending)

@@ -50,6 +50,7 @@ from megatron.core.dist_checkpointing.upstream_layout import (
     place_in_joined_buckets,
     sort_as_registered,
 )
+from megatron.core.dist_checkpointing.upstream_sections import group_sections
 from megatron.core.errors import CheckpointError
 from megatron.core.process_groups_config import Group
 
@@ -419,8 +420,18 @@ def read_reshaped_state(reader: BoxReader, args: Mapping[str, Any], group: Group
             for name, entry in table.metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata) and not name.startswith(OPTIMIZER_PREFIX)
         }
+        sections = group_sections(weights, args)
+        for whole, parts in sections.items():
+            shapes = [weights.pop(part, ()) for part in parts]
+            if () in shapes:
+                raise CheckpointError(f"{reader.directory}: {parts[shapes.index(())]} is missing")
+            weights[whole] = (sum(rows for rows, *_ in shapes), *shapes[0][1:])
+
+        def read_weight(name: str) -> Tensor:
+            return torch.cat([_read_weight(reader, table, part) for part in sections.get(name, [name])])
+
         state = FlatOptimizerState(buffers, weights, args, str(reader.directory))
-        state.locate(functools.partial(_read_weight, reader, table), group)
+        state.locate(read_weight, group)
         found |= state.tensors()
     return found
 

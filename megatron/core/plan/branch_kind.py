@@ -91,6 +91,8 @@ class BranchKind:
     large however long the sequence is."""
     sections: Callable[[Config], dict[str, int]] | None = None
     """Of a mixer whose first projection has named sections: their outputs, in order."""
+    convolved: tuple[str, ...] = ()
+    """The sections that pass its convolution; neighbours."""
     spec: Any = None
     """A ModuleSpec or a class. None: the layer's spec has a part for this kind."""
     missing: str | None = None

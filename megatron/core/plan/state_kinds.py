@@ -13,10 +13,20 @@ from collections.abc import Iterator
 from megatron.core.plan.branch_kind import BranchKind, Config, Counts, Kept, Tokens, count_bytes, count_norm, keep_input
 from megatron.core.plan.model_plan import Branch
 
+_OF_MAMBA, _OF_DELTA = ("x", "B", "C"), ("query", "key", "value")
+"""Sections that pass the convolution."""
+
+
+def find_mamba_width(config: Config) -> int:
+    """Channels of all heads of a Mamba-2 layer."""
+    heads, width = config.mamba_num_heads, config.mamba_head_dim
+    channels: int = 2 * config.hidden_size if heads is None else heads * width
+    return channels
+
 
 def list_mamba_sections(config: Config) -> dict[str, int]:
     """The outputs of a Mamba-2 layer's first projection, section by section."""
-    inner, states = config.mamba_inner_width, config.mamba_num_groups * config.mamba_state_dim
+    inner, states = find_mamba_width(config), config.mamba_num_groups * config.mamba_state_dim
     return {"z": inner, "x": inner, "B": states, "C": states, "dt": inner // config.mamba_head_dim}
 
 
@@ -49,7 +59,7 @@ def _count(config: Config, sections: dict[str, int], filters: int) -> Counts:
 
 def _count_mamba(config: Config, branch: Branch) -> Counts:
     sections = list_mamba_sections(config)
-    return _count(config, sections, 4 * (sections["x"] + sections["B"] + sections["C"]))
+    return _count(config, sections, 4 * sum(sections[name] for name in _OF_MAMBA))
 
 
 def _count_delta(config: Config, branch: Branch) -> Counts:
@@ -65,13 +75,13 @@ def _count_kimi(config: Config, branch: Branch) -> Counts:
 
 
 def _count_convolved(config: Config, sections: dict[str, int]) -> Counts:
-    channels = sections["query"] + sections["key"] + sections["value"]
+    channels = sum(sections[name] for name in _OF_DELTA)
     return _count(config, sections, config.linear_conv_kernel_dim * channels)
 
 
 def _work_with_sums(config: Config, branch: Branch, seq_length: int) -> int:
     # Written and read once; D multiplies each channel.
-    work: int = config.mamba_inner_width * (2 * config.mamba_state_dim + 1)
+    work: int = find_mamba_width(config) * (2 * config.mamba_state_dim + 1)
     return work
 
 
@@ -102,38 +112,38 @@ def _keep(
 
 def _keep_mamba(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:
     sections = list_mamba_sections(config)
-    return _keep(config, tokens, sections, ("x", "B", "C"), 2 * sections["dt"])
+    return _keep(config, tokens, sections, _OF_MAMBA, 2 * sections["dt"])
 
 
 def _keep_delta(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:
     sections = list_delta_sections(config)
-    return _keep(config, tokens, sections, ("query", "key", "value"), sections["alpha"], sections["beta"])
+    return _keep(config, tokens, sections, _OF_DELTA, sections["alpha"], sections["beta"])
 
 
 def _keep_delta_2(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:
     sections = list_delta_2_sections(config)
     narrow = sections["b"] + sections["w"]
-    return _keep(config, tokens, sections, ("query", "key", "value"), sections["f"], narrow)
+    return _keep(config, tokens, sections, _OF_DELTA, sections["f"], narrow)
 
 
 def _keep_kimi(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:
     sections = list_kimi_sections(config)
-    return _keep(config, tokens, sections, ("query", "key", "value"), sections["g"], sections["beta"])
+    return _keep(config, tokens, sections, _OF_DELTA, sections["g"], sections["beta"])
 
 
 MAMBA = BranchKind(
-    "mamba", "M", "mixer", _count_mamba, _keep_mamba, _work_with_sums, "per sequence", list_mamba_sections
+    "mamba", "M", "mixer", _count_mamba, _keep_mamba, _work_with_sums, "per sequence", list_mamba_sections, _OF_MAMBA
 )
 GATED_DELTA_NET = BranchKind(
     "gated_delta_net", "G", "self_attention", _count_delta, _keep_delta, _work_with_corrections, "per sequence",
-    list_delta_sections,
+    list_delta_sections, _OF_DELTA,
 )  # fmt: skip
 GATED_DELTA_NET_2 = BranchKind(
     "gated_delta_net_2", "", "self_attention", _count_delta_2, _keep_delta_2, _work_with_corrections, "per sequence",
-    list_delta_2_sections,
+    list_delta_2_sections, _OF_DELTA,
 )  # fmt: skip
 KIMI_DELTA = BranchKind(
     "kimi_delta", "K", "self_attention", _count_kimi, _keep_kimi, _work_with_corrections, "per sequence",
-    list_kimi_sections,
+    list_kimi_sections, _OF_DELTA,
 )  # fmt: skip
 STATE_KINDS = (MAMBA, GATED_DELTA_NET, GATED_DELTA_NET_2, KIMI_DELTA)

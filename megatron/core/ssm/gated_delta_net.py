@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.plan.state_kinds import list_delta_2_sections, list_delta_sections
+from megatron.core.plan.state_kinds import GATED_DELTA_NET, list_delta_2_sections, list_delta_sections
 from megatron.core.ssm.by_tokens import compute_by_tokens
 from megatron.core.ssm.chunks import Inputs
 from megatron.core.ssm.state_mixer import StateMixer, log_uniform_decay, step_sizes
@@ -31,7 +31,7 @@ class GatedDeltaNet(StateMixer):
     """[s, b, h] -> [s, b, h]; value heads share query and key heads in groups."""
 
     title = "a gated delta net"
-    convolved = ("query", "key", "value")
+    convolved = GATED_DELTA_NET.convolved
     decay_section = "alpha"
 
     def list_sections(self) -> dict[str, int]:

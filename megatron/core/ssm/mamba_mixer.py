@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.plan.state_kinds import list_mamba_sections
+from megatron.core.plan.state_kinds import MAMBA, list_mamba_sections
 from megatron.core.ssm.by_tokens import compute_by_tokens
 from megatron.core.ssm.chunks import Inputs
 from megatron.core.ssm.state_mixer import StateMixer, log_uniform_decay, step_sizes
@@ -46,7 +46,7 @@ class MambaMixer(StateMixer):
     """Mamba-2 between its two projections' ends: [s, b, h] -> [s, b, h]."""
 
     title = "a Mamba-2 layer"
-    convolved = ("x", "B", "C")
+    convolved = MAMBA.convolved
 
     def list_sections(self) -> dict[str, int]:
         """See StateMixer."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -13,7 +13,8 @@ from megatron.core.errors import CheckpointError
 from megatron.core.process_groups_config import Group
 from megatron.training.checkpoint import upcycling
 from megatron.training.checkpoint.differences import Change, describe_shape_differences
-from megatron.training.checkpoint.layer_names import find_renaming, rename_tensors
+from megatron.training.checkpoint.layer_names import ask_for_sections, find_renaming, rename_tensors
+from megatron.training.checkpoint.run_tensors import select_tensors
 from megatron.training.checkpoint.save_directories import warn_once
 from megatron.training.config.checkpoint import STRICTNESS
 from megatron.training.run import Run
@@ -32,8 +33,6 @@ def fill_tensors(
     strictness = STRICTNESS[run.config.checkpoint.dist_ckpt_strictness]
     # With --no-initialization a weight that the checkpoint lacks would hold whatever was in memory.
     may_lack = strictness.may_lack and run.config.model.perform_initialization
-    rename = find_renaming(run, changes, str(path))
-    tensors = tensors if rename is None else rename_tensors(tensors, rename)
     try:
         with upcycling.load_as_dense(run, tensors) if from_dense else contextlib.nullcontext(tensors) as asked:
             report = load(asked, may_lack=may_lack, may_have_more=strictness.may_have_more)
@@ -41,6 +40,26 @@ def fill_tensors(
         raise CheckpointError(f"{path}: {error}{describe_shape_differences(changes)}") from None
     _list_tolerated(report, path, run.groups.world, lists_more=strictness.lists_more)
     return report
+
+
+def name_as_saved(run: Run, path: Path, changes: list[Change], tensors: ShardedStateDict) -> ShardedStateDict:
+    """What to load in place of tensors from a checkpoint that may be of a GPT where this is a hybrid, or otherwise."""
+    renamed = rename_tensors(tensors.values(), find_renaming(run, changes, path))
+    return {tensor.key: tensor for tensor in renamed}
+
+
+def select_for_upstream(
+    run: Run, path: Path, changes: list[Change], reshaped: Collection[str], *, with_optimizer: bool
+) -> tuple[ShardedStateDict, ShardedStateDict]:
+    """What to load from a torch_dist checkpoint of upstream's: from `reshaped`, keys of optimizer state that was put
+    together, and from its files. There each section of a mixer is a tensor of its own, in flat buckets it is not."""
+    whole = select_tensors(run, with_optimizer=with_optimizer)
+    others = {key: tensor for key, tensor in whole.items() if key not in reshaped}
+    sections = ask_for_sections(run.config.model, others)
+    flat = {key: tensor for key, tensor in whole.items() if key not in others}
+    named = name_as_saved(run, path, changes, flat | sections)
+    flat = {key: tensor for key, tensor in named.items() if key in reshaped}
+    return flat, {key: tensor for key, tensor in named.items() if key not in reshaped}
 
 
 def list_replicas(run: Run, from_dense: bool) -> Sequence[Group]:

@@ -54,8 +54,8 @@ from megatron.training.checkpoint.differences import (
     refuse_another_function,
 )
 from megatron.training.checkpoint.documents import RNG, STATE, read_rng, read_state
-from megatron.training.checkpoint.filling import fill_tensors, list_replicas
-from megatron.training.checkpoint.layer_names import ask_for_sections
+from megatron.training.checkpoint.filling import fill_tensors, list_replicas, name_as_saved, select_for_upstream
+from megatron.training.checkpoint.layer_names import find_renaming, rename_tensors
 from megatron.training.checkpoint.local_saves import find_local_part, load_locally, save_locally
 from megatron.training.checkpoint.run_tensors import (
     build_sharded_fallbacks,
@@ -279,6 +279,7 @@ def _restore(
     if random_numbers is not None:
         tensors |= rng_state.build_sharded_rng_state(world.rank())
     if part is None:
+        tensors = name_as_saved(run, found.path, changes, tensors)
         replicas = list_replicas(run, from_dense)
         load = functools.partial(serialization.load, checkpoint=found, group=world, replicas=replicas)
         report = fill_tensors(run, found.path, changes, load, tensors, from_dense)
@@ -383,11 +384,9 @@ def _restore_torch_dist(run: Run, path: Path, *, with_optimizer: bool, weights_o
     refuse_another_function(changes, str(path), is_overridden=settings.override_model_settings)
     if with_optimizer:
         run.optimizer.check_state(from_upstream.build_optimizer_state(common))
-    tensors = ask_for_sections(run.config.model, select_tensors(run, with_optimizer=with_optimizer))
     with_state = with_optimizer or settings.loads_main_params(run.config.model)
     reshaped = from_upstream.read_reshaped_optimizer(path, common, world) if with_state else {}
-    flat = {key: tensor for key, tensor in tensors.items() if key in reshaped}
-    others = {key: tensor for key, tensor in tensors.items() if key not in reshaped}
+    flat, others = select_for_upstream(run, path, changes, reshaped, with_optimizer=with_optimizer)
     replicas = list_replicas(run, from_dense)
     load = functools.partial(read_upstream_tensors, path, group=world, replicas=replicas)
     fill_tensors(run, path, changes, load, others, from_dense)
@@ -421,7 +420,9 @@ def _restore_legacy(run: Run, file: Path, *, with_optimizer: bool, weights_only:
             run.optimizer.check_state(from_upstream.build_optimizer_state(content.common))
         try:
             with torch.no_grad():
-                fill_from_full(tensors, content.tensors, elsewhere)
+                rename = find_renaming(run, changes, file)
+                known = {name for name in map(rename, elsewhere) if name is not None}
+                fill_from_full(rename_tensors(tensors, rename), content.tensors, known)
         except ModelMismatchError as error:
             raise CheckpointError(f"{file}: {error}{describe_shape_differences(changes)}") from None
         return content.common, len(content.ignored)
@@ -449,7 +450,7 @@ def _restore_foreign(run: Run, directory: Path) -> None:
     if from_dense := upcycling.begins(run, changes, directory):
         changes = upcycling.leave_out_expert_settings(changes)
     refuse_another_function(changes, str(directory), is_overridden=settings.override_model_settings)
-    tensors = select_tensors(run, with_optimizer=False)
+    tensors = name_as_saved(run, directory, changes, select_tensors(run, with_optimizer=False))
     fill_tensors(run, directory, changes, functools.partial(model.load, group=world), tensors, from_dense)
     if settings.loads_main_params(run.config.model):
         run.optimizer.after_load()

@@ -55,6 +55,7 @@ from megatron.core.plan.read import read_plan
 from megatron.core.process_groups_config import Group
 from megatron.core.stacked_parameters import list_parameters
 from megatron.training.checkpoint import to_upstream
+from megatron.training.checkpoint.layer_names import ask_for_sections
 from megatron.training.checkpoint.run_tensors import build_sharded_model_state, build_sharded_optimizer_state
 from megatron.training.checkpoint.save_directories import say_once
 from megatron.training.checkpoint.tokenizer_assets import list_tokenizer_files
@@ -121,7 +122,7 @@ def save_upstream_dist(run: Run) -> Path:
     is_list = run.config.model.moe_layer_freq not in (None, 1) or run.config.model.hybrid_layer_pattern is not None
     is_stacked = not is_list and len({layer.kinds for layer in plan.decoder}) == 1
     naming = UpstreamNaming(plan, is_stacked, run.config.joins_norms, run.config.model.gated_linear_unit)
-    tensors = stack_tensors(model | state, naming)
+    tensors = stack_tensors(ask_for_sections(run.config.model, model | state), naming)
     for rank in ranks:
         tensors |= rank.build_tensors()
     shapes = {name: tensor.global_shape for name, tensor in model.items()}

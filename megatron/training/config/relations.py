@@ -15,7 +15,6 @@ from megatron.core.datasets.blend import read_shares
 from megatron.core.errors import ConfigError
 from megatron.core.num_microbatches_calculator import build_num_microbatches_calculator, parse_step_schedule
 from megatron.core.optimizer_param_scheduler import SchedulerSteps, compute_scheduler_steps
-from megatron.core.plan.state_kinds import STATE_KINDS
 from megatron.training.config.checkpoint import FOR_UPSTREAM, UPSTREAM_TORCH_DIST
 from megatron.training.config.layout_relations import find_interleaving_problem
 from megatron.training.config.run_groups import RunGroups
@@ -280,13 +279,8 @@ def upstream_knows_what_is_saved(run: RunGroups) -> Iterator[str]:
     written = f"{written} {checkpoint.ckpt_format}"
     if checkpoint.async_save:
         yield f"{written} is written while training waits; leave out --async-save, or use --ckpt-format torch_dist"
-    letters = {kind.letter for kind in STATE_KINDS if kind.letter} & set(model.hybrid_layer_pattern or "")
-    if letters or model.linear_attention_freq is not None:
-        what = f"letter {' '.join(sorted(letters))}" if letters else run.say("linear_attention_freq")
-        yield (
-            f"{written} has a tensor for each section of a mixer ({what}), which is read but not written here; use "
-            "--ckpt-format torch_dist"
-        )
+    if "K" in (model.hybrid_layer_pattern or ""):
+        yield f"{written} has no names for Kimi delta attention (letter K); use --ckpt-format torch_dist"
     if not checkpoint.no_save_optim:
         reason = None
         if run.optimizer.optimizer not in ("adam", "sgd"):

@@ -71,8 +71,9 @@ class RunGroups:
     @property
     def joins_norms(self) -> bool:
         """True where upstream's programs name norms as parts of the linear layers behind them, as its Transformer
-        Engine layers do."""
-        return self.gpt.transformer_impl == "transformer_engine"
+        Engine layers do; it has letters and gated delta nets with those alone."""
+        letters, linear = self.model.hybrid_layer_pattern, self.model.linear_attention_freq
+        return self.gpt.transformer_impl == "transformer_engine" or letters is not None or linear is not None
 
     def say(self, name: str) -> str:
         """A setting of any group as a user writes it: `--micro-batch-size 2`, `--no-rope-fusion`."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from megatron.core.config_base import flag, name_multiples
 from megatron.core.flag_texts import layer_pattern
 from megatron.core.plan.read import read_plan
+from megatron.core.plan.state_kinds import find_mamba_width
 from megatron.core.setting import Needs
 from megatron.core.transformer.config_fields.positions import PositionFields
 
@@ -83,10 +84,8 @@ class StateMixerFields(PositionFields):
     @property
     def mamba_inner_width(self) -> int:
         """Channels of all Mamba-2 heads."""
-        if self.mamba_num_heads is not None:
-            return self.mamba_num_heads * self.mamba_head_dim
         assert self.hidden_size is not None
-        return 2 * self.hidden_size
+        return find_mamba_width(self)
 
     @property
     def head_norm_epsilon(self) -> float:
