@@ -53,8 +53,10 @@ def test_a_run_goes_on_under_another_description(tmp_path: Path, first: str, sec
 
 def test_layers_that_a_gpt_does_not_have(tmp_path: Path) -> None:
     run(tmp_path, "pretrain_gpt.py", "--num-layers 2 --train-iters 1 --save-interval 1 --save saved")
-    for pattern, problem in (("M-*-", "no counterpart of the letter M"), ("*-*-*-", "3 layers of attention and 3 of")):
-        output = run(
-            tmp_path, "pretrain_gpt.py", f"--hybrid-layer-pattern {pattern} --train-iters 2 --load saved", code=2
-        )
-        assert problem in output and "Traceback" not in output
+    load = "--train-iters 2 --load saved --lr-decay-iters 1"
+    output = run(tmp_path, "pretrain_gpt.py", f"--hybrid-layer-pattern *-*-*- {load}", code=2)
+    assert "3 layers of attention and 3 of" in output and "Traceback" not in output
+    output = run(tmp_path, "pretrain_gpt.py", f"--hybrid-layer-pattern M*-*- {load} --save-interval 2 --save hybrid")
+    assert "a GPT has no counterpart of layers 1 of the pattern M*-*-, which start with their initial values" in output
+    output = run(tmp_path, "pretrain_gpt.py", "--num-layers 2 --train-iters 3 --lr-decay-iters 1 --load hybrid", code=2)
+    assert "a GPT has no counterpart of the letter M" in output and "Traceback" not in output

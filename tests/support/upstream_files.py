@@ -75,7 +75,7 @@ class Writer:
     def args(self, **more: Any) -> Namespace:
         """Upstream's settings, as far as they say something about the layout."""
         known = {
-            "tensor_model_parallel_size": self.tp, "pipeline_model_parallel_size": self.pp, 
+            "num_layers": self.layers, "tensor_model_parallel_size": self.tp, "pipeline_model_parallel_size": self.pp,
             "data_parallel_size": self.dp,
             "virtual_pipeline_model_parallel_size": self.vpp if self.vpp > 1 else None,
             "expert_model_parallel_size": self.ep, "expert_tensor_parallel_size": self.tp,
@@ -106,14 +106,13 @@ class Writer:
             position = "embedding.position_embeddings.weight"
             found += [Param(position, position)] if self.positions else []
         for local, layer in enumerate(layers):
-            for theirs, ours, expert in self._in_layer(ep_rank, has_experts=layer > 0 or not self.latent):
+            for theirs, ours, expert in self.in_decoder_layer(layer, ep_rank):
                 found.append(Param(f"decoder.layers.{local}.{theirs}", f"decoder.layers.{layer}.{ours}", expert))
         if (stage, chunk) == (self.pp - 1, self.vpp - 1):
             if self.predictions and self.pp > 1:
                 table = "embedding.word_embeddings.weight"
                 found.insert(0, Param(table, table, shared=True))
-            names = ["decoder.final_layernorm.weight"] + ["decoder.final_layernorm.bias"] * self.norm_bias
-            found += [Param(name, name) for name in names]
+            found += [Param(name, name) for name in self.final_norms()]
             found += self._in_predictions(ep_rank)
             if not self.tied:
                 found.append(Param("output_layer.weight", "output_layer.weight"))
@@ -121,12 +120,24 @@ class Writer:
                 found.append(Param("output_layer.weight", "embedding.word_embeddings.weight", shared=True))
         return found
 
+    def in_decoder_layer(self, layer: int, ep_rank: int) -> Iterator[tuple[str, str, int | None]]:
+        """(upstream's name, ours, expert) of the parameters of a layer, counted from 0."""
+        return self._in_layer(ep_rank, has_experts=layer > 0 or not self.latent)
+
+    def in_prediction_layer(self, ep_rank: int) -> Iterator[tuple[str, str, int | None]]:
+        """The same of what predicts one further token."""
+        return self._in_layer(ep_rank, has_experts=True)
+
+    def final_norms(self) -> list[str]:
+        """The parameters of the norm behind the decoder's layers."""
+        return ["decoder.final_layernorm.weight"] + ["decoder.final_layernorm.bias"] * self.norm_bias
+
     def _in_predictions(self, ep_rank: int) -> list[Param]:
         found = []
         for number in range(self.predictions):
             start = f"mtp.layers.{number}."
             found += [Param(name, name) for name in (f"{start}{part}.weight" for part in ("enorm", "hnorm", "eh_proj"))]
-            for theirs, ours, expert in self._in_layer(ep_rank, has_experts=True):
+            for theirs, ours, expert in self.in_prediction_layer(ep_rank):
                 found.append(Param(f"{start}mtp_model_layer.{theirs}", f"{start}mtp_model_layer.{ours}", expert))
             found.append(Param(f"{start}final_layernorm.weight", f"{start}final_layernorm.weight"))
         return found
@@ -186,18 +197,26 @@ class Writer:
         tensor = full if param.expert is None else full[param.expert]
         if self.tp == 1:
             return tensor
-        if any(part in param.full for part in ("linear_proj.weight", "linear_fc2.weight")):
+        if any(part in param.full for part in ("linear_proj.weight", "linear_fc2.weight", "out_proj.weight")):
             return tensor.chunk(self.tp, 1)[tp_rank]
         if not any(part in param.full for part in self.rows()):
             return tensor
-        halves = tensor.chunk(2) if self.gated and "linear_fc1" in param.full else (tensor,)
-        return torch.cat([half.chunk(self.tp)[tp_rank] for half in halves])
+        return torch.cat([part.chunk(self.tp)[tp_rank] for part in self.parts(param.full, tensor)])
+
+    def parts(self, name: str, tensor: Tensor) -> tuple[Tensor, ...]:
+        """The parts of a tensor that are cut by rows one by one."""
+        return tensor.chunk(2) if self.gated and "linear_fc1" in name else (tensor,)
 
     def separate(self, params: list[Param]) -> list[list[Param]]:
         """The parameters of each optimizer: with expert parallelism experts have one of their own."""
         if self.ep == 1:
             return [params]
         return [[p for p in params if p.expert is None], [p for p in params if p.expert is not None]]
+
+    def optimizers(self, chunks: list[list[Param]]) -> list[int]:
+        """Numbers of the optimizers of a rank with these chunks: there is none without parameters."""
+        parts = [self.separate(params) for params in chunks]
+        return [number for number in range(len(parts[0])) if any(part[number] for part in parts)]
 
     # ---- legacy files
 
@@ -226,7 +245,7 @@ class Writer:
             states = [
                 self.joined_state(full, [self.separate(params)[number] for params in chunks], rank)
                 if number or ep == 0 else None
-                for number in range(len(self.separate([])))
+                for number in self.optimizers(chunks)
             ]  # fmt: skip
             torch.save(states if len(states) > 1 else states[0], path / "distrib_optim.pt")
             groups = {"optimizer": {"param_groups": [{"step": step, "wd_mult": 1.0, "params": []}]}}
@@ -234,7 +253,7 @@ class Writer:
         else:
             optimizers = [
                 self._plain_state(full, [self.separate(params)[number] for params in chunks], tp, number, step)
-                for number in range(len(self.separate([])))
+                for number in self.optimizers(chunks)
             ]
             content["optimizer"] = optimizers if len(optimizers) > 1 else optimizers[0]
         torch.save(content, path / "model_optim_rng.pt")
@@ -327,7 +346,7 @@ class Writer:
         """A `torch_dist` checkpoint whose optimizer state is of this sharding type of upstream's."""
         files = DistFiles(root / "iter_0000010")
         for name, tensor in full[""].items():
-            for key, at, values in self._as_saved(name, tensor):
+            for key, at, values in self.as_saved(name, tensor):
                 files.add_layer(key, at, values, self.layers)
         common: dict[str, Any] = {
             "args": self.args(), "iteration": 10, "opt_param_scheduler": dict(self.scheduler),
@@ -345,7 +364,7 @@ class Writer:
         files.finish()
         return root
 
-    def _as_saved(self, name: str, tensor: Tensor) -> Iterator[tuple[str, int | None, Tensor]]:
+    def as_saved(self, name: str, tensor: Tensor) -> Iterator[tuple[str, int | None, Tensor]]:
         """(upstream's key, layer of the stack, values)."""
         if not name.startswith("decoder.layers."):
             yield name.replace("mlp.experts.", "mlp.experts.experts."), None, tensor
@@ -364,10 +383,10 @@ class Writer:
 
     def _add_flat_shards(self, files: DistFiles, kind: str, name: str, tensor: Tensor) -> None:
         kind = "fp32_param" if kind == "param" else kind
-        for key, layer, values in self._as_saved(name, tensor):
+        for key, layer, values in self.as_saved(name, tensor):
             expert = [1] if ".experts." in name else []
             cuts = [1] * (values.dim() - len(expert))
-            if any(part in name for part in ("linear_proj.weight", "linear_fc2.weight")):
+            if any(part in name for part in ("linear_proj.weight", "linear_fc2.weight", "out_proj.weight")):
                 cuts[1] = self.tp
             elif any(part in name for part in self.rows()):
                 cuts[0] = self.tp * (2 if self.gated and "linear_fc1" in name else 1)
@@ -391,12 +410,15 @@ class Writer:
     def _add_buckets(self, files: DistFiles, full: Full, sharding: str, step: int) -> None:
         optimizers = range(len(self.separate([])))
         for tp, stage, ep, number in itertools.product(range(self.tp), range(self.pp), range(self.ep), optimizers):
-            if number == 0 and ep:
-                continue
             chunks = [self.registered(stage, chunk, ep) for chunk in range(self.vpp)]
+            if (number == 0 and ep) or number not in self.optimizers(chunks):
+                continue
             mine = [self.separate(params)[number] for params in chunks]
             group = (stage * self.ep + ep) * self.tp + tp if number else stage * self.tp + tp
-            prefix = f"chained_{number}." * (self.ep > 1) + f"optimizer.distributed.dp_group_idx_{group}."
+            prefix = (
+                f"chained_{number}." * (len(self.optimizers(chunks)) > 1)
+                + f"optimizer.distributed.dp_group_idx_{group}."
+            )
             self._add_rank(files, full, mine, (tp, stage, ep), prefix, sharding)
             files.objects[f"{prefix}optimizer/shard_0_1"] = [{"param_groups": [{"step": float(step)}]}]
 

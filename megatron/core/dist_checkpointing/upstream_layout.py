@@ -425,23 +425,21 @@ class ModelOutline:
         many each chunk has follows from the size of its buffer.
         """
         numbers = [int(found["number"]) for found in map(_LAYER.fullmatch, self.shapes) if found]
-        total, done = max(numbers, default=-1) + 1, 0
-        chunks = self.layout.order_of_chunks
-        divided: dict[tuple[int, int], list[tuple[Parameter, Slot]]] = {}
-        for position, (stage, chunk) in enumerate(chunks):
+        total, chunks = max(numbers, default=-1) + 1, self.layout.order_of_chunks
+
+        def divide_from(position: int, done: int) -> dict[tuple[int, int], list[tuple[Parameter, Slot]]] | None:
             last = position == len(chunks) - 1
             for count in [total - done] if last else _likely_first(total, len(chunks), total - done):
                 layers = range(done, done + count)
-                mine = self.list_parameters(layers, first=position == 0, last=last, experts=experts)
-                ordered = arrange(mine)
-                slots = place(stage, chunk, ordered)
-                if slots is not None:
-                    divided[stage, chunk] = list(zip(ordered, slots, strict=True))
-                    done += count
-                    break
-            else:
-                return None
-        return divided
+                ordered = arrange(self.list_parameters(layers, first=position == 0, last=last, experts=experts))
+                slots = place(*chunks[position], ordered)
+                # Fewer layers may seem to fit where a table has a bucket of its own: then the other stages tell.
+                rest = None if slots is None else {} if last else divide_from(position + 1, done + count)
+                if slots is not None and rest is not None:
+                    return {chunks[position]: list(zip(ordered, slots, strict=True)), **rest}
+            return None
+
+        return divide_from(0, 0)
 
 
 def _likely_first(total: int, chunks: int, left: int) -> list[int]:

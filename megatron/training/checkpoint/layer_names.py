@@ -64,8 +64,8 @@ def find_renaming(run: Run, changes: Sequence[Change], source: object) -> Rename
             "--no-initialization, so that they start with initial values"
         )
     if fresh:
-        what = f"layers {_list(fresh)} of the pattern {letters} have no counterpart in a GPT"
-        say_once(run.groups.world, f"{source}: {what}, and start with their initial values")
+        what = f"a GPT has no counterpart of layers {_list(fresh)} of the pattern {letters}"
+        say_once(run.groups.world, f"{source}: {what}, which start with their initial values")
     ours, theirs = _FINAL_NORMS[is_hybrid]
 
     def rename(name: str) -> str | None:

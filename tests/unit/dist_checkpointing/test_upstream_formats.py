@@ -33,6 +33,7 @@ from megatron.core.errors import CheckpointError
 from megatron.training.run import Run
 from tests.support.tiny_training import prepare, values
 from tests.support.upstream_files import DistFiles, Full, Writer
+from tests.support.upstream_letters import LetterWriter
 from tests.unit.dist_checkpointing.test_checkpoint_tools import Tool
 
 DENSE = ("--ffn-hidden-size", "24", "--hidden-size", "24", "--num-layers", "4")
@@ -57,6 +58,25 @@ LATENT_WRITER = Writer(
     layers=4, gated=True, biases=False, tied=False, positions=False, norm_bias=False, experts=4, latent=True,
     predictions=2,
 )  # fmt: skip
+LETTERS = (
+    *"""--hybrid-layer-pattern MG*E-M/GM --hidden-size 24 --ffn-hidden-size 24 --position-embedding-type rope --swiglu
+    --disable-bias-linear --normalization RMSNorm --untie-embeddings-and-output-weights --num-attention-heads 4
+    --num-experts 4 --moe-router-topk 2 --mamba-num-heads 6 --mamba-head-dim 5 --mamba-num-groups 2 --mamba-state-dim 7
+    --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 6 --linear-value-head-dim 5
+    --linear-conv-kernel-dim 3""".split(),
+)  # fmt: skip
+LETTERS_WRITER = LetterWriter(
+    layers=6, gated=True, experts=4, letters="MG*E-M", prediction="GM", predictions=1,
+    sections={
+        "mixer": {"z": 30, "x": 30, "B": 14, "C": 14, "dt": 6},
+        "self_attention": {"query": 12, "key": 12, "value": 20, "z": 20, "beta": 4, "alpha": 4},
+    },
+    settings={
+        "hidden_size": 24, "mamba_num_heads": 6, "mamba_head_dim": 5, "mamba_num_groups": 2, "mamba_state_dim": 7,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 5,
+        "experimental_attention_variant": None,
+    },
+)  # fmt: skip
 
 LAYOUTS: dict[str, tuple[tuple[str, ...], Writer, dict[str, Any]]] = {
     "one rank": (DENSE, PLAIN, {}),
@@ -68,6 +88,7 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], Writer, dict[str, Any]]] = {
     "experts": (EXPERTS, EXPERTS_WRITER, {"tp": 2}),
     "latent attention": (LATENT, LATENT_WRITER, {"tp": 2, "pp": 2, "ep": 2}),
     "latent attention, fused": (LATENT, LATENT_WRITER, {"tp": 2, "te": True, "grouped": True}),
+    "letters": (LETTERS, LETTERS_WRITER, {"tp": 2, "pp": 2, "ep": 2, "per_chunk": (4, 2)}),
     "expert parallel": (EXPERTS, EXPERTS_WRITER, {"ep": 2, "tp": 2, "pp": 2, "grouped": True, "te": True}),
 }
 FORMATS = (
@@ -78,7 +99,7 @@ FORMATS = (
 
 def write(root: Path, layout: str, kind: str, full: Full) -> Path:
     _, writer, changes = LAYOUTS[layout]
-    writer = Writer(**{**vars(writer), **changes})
+    writer = type(writer)(**{**vars(writer), **changes})
     if kind.startswith("torch"):
         return writer.write_torch(root, full, distributed=kind != "torch")
     return writer.write_torch_dist(root, full, kind)
@@ -110,7 +131,7 @@ def assert_loaded(run: Run, full: Full) -> None:
 
 
 # Every format in the hardest layouts, every layout in a format of each kind.
-CASES = [(kind, layout) for kind in FORMATS for layout in ("interleaved", "latent attention")]
+CASES = [(kind, layout) for kind in FORMATS for layout in ("interleaved", "latent attention", "letters")]
 CASES += [(kind, layout) for kind in ("torch with distrib_optim.pt", "dp_reshardable") for layout in LAYOUTS]
 
 
@@ -123,6 +144,35 @@ def test_everything_comes_back(kind: str, layout: str, tmp_path: Path) -> None:
     run = prepare(*flags, "--bf16", "--load", tmp_path)
     assert (run.progress.iteration, run.optimizer.step_count, run.scheduler.num_steps) == (10, 10, 40)
     assert_loaded(run, full)
+
+
+@pytest.mark.parametrize("kind", ["torch", "dp_reshardable", "fully_sharded_model_space"])
+def test_a_hybrid_takes_over_a_gpt(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With its optimizer; layers with a state, which a GPT does not have, start with their initial values."""
+    full = draw(GATED)
+    write(tmp_path, "interleaved", kind, full)
+    sizes = "--mamba-num-heads 4 --mamba-num-groups 2 --linear-num-key-heads 2 --linear-num-value-heads 2"
+    pattern = ("--hybrid-layer-pattern", "M*-*-G*-*-", "--num-layers", "10")
+    flags = (*GATED, "--bf16", *pattern, *sizes.split())
+    places = {0: (1, 2), 1: (3, 4), 2: (6, 7), 3: (8, 9)}
+
+    def name(gpt: str) -> str:
+        if not gpt.startswith("decoder.layers."):
+            return gpt.replace("final_layernorm", "final_norm")
+        _, _, number, rest = gpt.split(".", 3)
+        return f"decoder.layers.{places[int(number)][rest.startswith(('mlp.', 'pre_mlp'))]}.{rest}"
+
+    run = prepare(*flags, "--load", tmp_path)
+    assert "a GPT has no counterpart of layers 1, 6 of the pattern M*-*-G*-*-" in capsys.readouterr().out
+    assert (run.progress.iteration, run.optimizer.step_count) == (10, 10)
+    assert_loaded(run, {part: {name(key): tensor for key, tensor in full[part].items()} for part in full})
+    found, fresh = (
+        {key: value for key, value in values(each) if ".layers.0." in key or ".layers.5." in key}
+        for each in (run, prepare(*flags))
+    )
+    assert len(found) > 10 and all(torch.equal(found[key], fresh[key]) for key in found)
+    with pytest.raises(CheckpointError, match="leave out --no-initialization"):
+        prepare(*flags, "--load", tmp_path, "--no-initialization")
 
 
 def test_main_parameters_without_the_optimizer(tmp_path: Path) -> None:
@@ -164,7 +214,7 @@ def test_the_writer_s_buckets_are_upstream_s(golden_dir: Path, tmp_path: Path) -
 def test_buckets_are_filled_and_found_as_upstream_fills_them(layout: str, replicas: int) -> None:
     """What we write for upstream, and what we read, against the rules of the tests' own writer."""
     flags, base, changes = LAYOUTS[layout]
-    writer, full = Writer(**{**vars(base), **changes, "dp": replicas}), draw(flags)
+    writer, full = type(base)(**{**vars(base), **changes, "dp": replicas}), draw(flags)
     padding = BucketPadding(replicas)
     for stage, chunk in itertools.product(range(writer.pp), range(writer.vpp)):
         for params in writer.separate(writer.registered(stage, chunk, 0)):
