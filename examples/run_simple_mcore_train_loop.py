@@ -84,7 +84,7 @@ def build_model() -> GPTModel:
 
 def build_batches() -> Iterator[dict[str, torch.Tensor]]:
     """Microbatches of random tokens: of every eight samples, those of this replica."""
-    # Upstream compiles C++ here; this call does nothing, and is kept so that loops written for upstream run.
+    # This call does nothing here: loops that are written for upstream have it.
     compile_helpers()
     config = GPTDatasetConfig(
         random_seed=0,

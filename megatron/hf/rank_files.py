@@ -66,7 +66,7 @@ def write_rank_files(
     grid = RankGrid(tensor_ranks * stages, tp=tensor_ranks, pp=stages)
 
     def write(temporary: Path) -> None:
-        # Upstream takes no iteration 0: what was never trained is a release.
+        # What was never trained is a release.
         directory = iteration_directory(temporary, iteration) if iteration else temporary / RELEASE
         for rank in range(grid.world_size)[group.rank() :: group.size()]:
             groups = ProcessGroupCollection.pretend(grid, rank)

@@ -6,9 +6,9 @@ A document's text is cut at two random places, and with the sentinels written as
     PSM   <prefix> prefix <suffix> suffix <middle> middle
     SPM   <prefix> <suffix> suffix <middle> prefix middle
 
-so that a model that predicts the next token learns to fill the gap between a prefix and a suffix. The rules are those
-of Megatron-LM's dataset, but for two: what happens to sample i depends on the seed and on i alone, not on what was read
-before it (a resumed run, or one with more loader processes, sees the same samples); and an empty document stays empty.
+so that a model that predicts the next token learns to fill the gap between a prefix and a suffix. What
+happens to sample i depends on the seed and on i alone, not on what was read before it (a resumed run, or one with more
+loader processes, sees the same samples); an empty document stays empty.
 """
 
 from __future__ import annotations

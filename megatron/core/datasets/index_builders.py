@@ -36,8 +36,8 @@ class EpochPlan:
 
 
 def compile_helpers() -> None:
-    """Upstream's call before the first dataset is built: it compiles C++ there. Here the indices are built by numpy, so
-    that there is nothing to compile."""
+    """Upstream's call before the first dataset is built. Here the indices are built by numpy, and
+    there is nothing to compile."""
 
 
 def plan_epochs(tokens_per_epoch: int, num_samples: int | None, sequence_length: int, extra_token: int) -> EpochPlan:

@@ -84,7 +84,7 @@ class PlanSettings(NamedTuple):
     def has_experts(self, number: int) -> bool:
         """Return True if layer `number`, counted from 1, has a mixture of experts in place of a dense MLP."""
         place = min(number, self.num_layers)
-        # Unlike the patterns above, counting begins with the first layer, as upstream has it.
+        # Unlike the patterns above, counting begins with the first layer: every third are 1, 4, 7 ...
         return self.num_moe_experts is not None and _is_nth(self.moe_layer_freq, place, place - 1)
 
     def is_linear(self, number: int) -> bool:
@@ -134,7 +134,7 @@ def pattern_problems(config: Any) -> Iterator[str]:
             yield f"{flag} {pattern} is not every n-th layer; use 1 or more, or one 0 or 1 per layer"
         if isinstance(pattern, Sequence):
             yield from _list_problems(flag, pattern, config.num_layers)
-    # Upstream has this rule for rotary positions only; windows and experts may end in an incomplete period.
+    # The rule is for rotary positions only; windows and experts may end in an incomplete period.
     every = config.no_rope_freq
     if isinstance(every, int) and every > 0 and config.num_layers and config.num_layers % every:
         yield f"--no-rope-freq {every} does not divide --num-layers {config.num_layers}; use a divisor, or a list"

@@ -134,7 +134,7 @@ def _word_piece(options: TokenizerOptions) -> Tokenizer:
 def _sentencepiece(options: TokenizerOptions) -> Tokenizer:
     from megatron.core.tokenizers.sentencepiece import sentencepiece_tokenizer
 
-    # Upstream ignores them in silence, and the tokens would come apart into pieces.
+    # Ignored in silence, the tokens would come apart into pieces.
     if options.special_tokens and not options.tokenizer_sentencepiece_legacy:
         raise ConfigError(
             "--tokenizer-special-tokens needs --tokenizer-sentencepiece-legacy with a SentencePiece tokenizer; "

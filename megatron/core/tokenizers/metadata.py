@@ -35,7 +35,7 @@ def with_metadata_content(options: TokenizerOptions, content: dict[str, Any], pa
     Raises ConfigError for a missing file, one that contradicts --tokenizer-type and one that names code to run,
     DataError for one that cannot be read.
     """
-    # Upstream imports these classes; a data file that chooses the code to run is a door that stays shut.
+    # Such a class would have to be imported; a data file that chooses the code to run is a door that stays shut.
     code = next((name for name in _CODE if content.get(name)), None)
     if code is not None:
         raise ConfigError(

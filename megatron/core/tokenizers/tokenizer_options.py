@@ -72,8 +72,7 @@ class TokenizerOptions(CheckedConfig):
     Without this flag no code is ever run."""
     use_gigatoken: bool = flag(False, kind="kernel")
     """Encode text by the fast encoder for byte-level BPE, which is tiktoken's over the converted vocabulary, with the
-    tokenizer's own ids; a tokenizer that cannot be converted is refused instead of being slow. Upstream has a package
-    of another name for this."""
+    tokenizer's own ids; a tokenizer that cannot be converted is refused instead of being slow."""
     null_tokenizer_eod_id: int | None = flag(None, minimum=0)
     """End of document of NullTokenizer; its last id when not given."""
     null_tokenizer_pad_id: int = flag(-1, minimum=-1)

@@ -43,7 +43,7 @@ class Float16Module(MegatronModule):
         inner: Any = self.module
         is_first, is_last = getattr(inner, "pre_process", True), getattr(inner, "post_process", True)
         if is_first:
-            # As upstream, what comes by name stays as it is: weights of tokens in the loss among it.
+            # What comes by name stays as it is: weights of tokens in the loss among it.
             inputs = _converted(inputs, self.dtype)
         outputs = inner(*inputs, **named_inputs)
         return _converted(outputs, torch.float32) if is_last and fp32_output else outputs

@@ -34,7 +34,7 @@ class MegatronTokenizer:
     """Makes tokenizers from a path and its metadata; it has no instances of its own."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> MegatronTokenizer:
-        """Refused, as upstream does."""
+        """Refused."""
         raise OSError("MegatronTokenizer has no instances; call MegatronTokenizer.from_pretrained(path)")
 
     @classmethod

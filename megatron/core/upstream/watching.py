@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What upstream puts around a loop to find slow ranks and wrong results: here neither is looked for in this way."""
+"""What upstream puts around a loop to find slow ranks and wrong results: a loop of one's own looks for neither."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StragglerDetector:
     def configure(self, *args: Any, **kwargs: Any) -> None:
         """Refused."""
         raise UnsupportedError(
-            "StragglerDetector measures nothing; slow ranks show in --timing-log-level 2 with --timing-log-option all"
+            "StragglerDetector measures nothing here; pretrain_gpt.py --log-straggler names slow ranks"
         )
 
     def report(self, *args: Any, **kwargs: Any) -> bool:

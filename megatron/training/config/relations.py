@@ -169,8 +169,7 @@ def samples_per_scheduled_iteration(run: RunGroups) -> int:
     """Samples that one iteration of --lr-warmup-iters, --lr-decay-iters and the like stands for.
 
     The global batch size that --rampup-batch-size grows to; with --step-batch-size-schedule, which names several, one
-    microbatch on every data-parallel rank. The second is upstream's rule, and the first is that of its releases before
-    core 0.18, which read --rampup-batch-size.
+    microbatch on every data-parallel rank. Upstream has not read --rampup-batch-size since core 0.18.
     """
     training = run.training
     if training.step_batch_size_schedule is not None:

@@ -45,7 +45,7 @@ class SchedulerConfig(CheckedConfig):
     """Weight decay at the end; --weight-decay when not given."""
     weight_decay_incr_style: str = flag("constant", choices=("constant", "linear", "cosine"))
     """Shape of the change from --start-weight-decay to --end-weight-decay."""
-    # Neither flag: settings that differ from the checkpoint's are an error, as upstream.
+    # Neither flag: settings that differ from the checkpoint's are an error.
     override_opt_param_scheduler: bool = flag(False, aliases=("--override-opt_param-scheduler",), kind="report")
     """Schedule settings of the command line win over the checkpoint's."""
     use_checkpoint_opt_param_scheduler: bool = flag(

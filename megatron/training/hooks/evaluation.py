@@ -28,7 +28,7 @@ class EvaluationHook(Hook):
     """Evaluates each validation set on eval_iters global batches, or on all of it with full_validation.
 
     Successive evaluations see successive validation samples, all sets equally many: after the last iteration, where it
-    is one of --eval-interval, two evaluations follow each other, as upstream's do, on different samples. Evaluations on
+    is one of --eval-interval, two evaluations follow each other on different samples. Evaluations on
     all samples would be the same one; it is done once, and its values are given twice.
     """
 
@@ -213,7 +213,7 @@ class NonLossDataHook(Hook):
     Collects data and hands it, on the first rank, to process(data, iteration, writer).
 
     collect: (model chunks) -> data, called on every rank; without it the data are what the loss function returns for
-    each microbatch of one more global batch when it is called with non_loss_data=True. As upstream, nothing happens
+    each microbatch of one more global batch when it is called with non_loss_data=True. Nothing happens
     without --tensorboard-dir.
     """
 

@@ -93,7 +93,7 @@ class OutlierHook(Hook):
                 if math.isfinite(value) and self._is_outlier(name, value) and run.is_first_rank:
                     last = int(row["consumed_samples"]) - 1
                     say(
-                        f"warning: iteration {row.iteration}: {name} is {value:.6g}, more than {FACTOR:g} times the "
+                        f"warning: iteration {row.iteration}: {name} is {value:.6g}, at least {FACTOR:g} times the "
                         f"{self.largest[name]:.6g} that the first {SAMPLES} iterations reached; look at samples "
                         f"{last + 1 - int(row['global_batch_size'])} to {last}",
                         sys.stderr,
@@ -114,4 +114,4 @@ class OutlierHook(Hook):
             self.seen[name] = seen + 1
             self.largest[name] = max(self.largest.get(name, value), value)
             return False
-        return value > FACTOR * self.largest[name]
+        return value >= FACTOR * self.largest[name]

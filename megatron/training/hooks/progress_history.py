@@ -18,7 +18,7 @@ from megatron.training.config.container import RunConfig
 from megatron.training.run import Hook, HookContext, Phase, Progress, Run
 
 FILE_NAME = "progress.txt"
-# Local time without a zone, as upstream writes it: files of both can be continued by either.
+# Local time without a zone.
 _TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 
 

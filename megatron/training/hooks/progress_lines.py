@@ -21,7 +21,7 @@ from megatron.training.run import Evaluation
 MOST_COLUMNS = 120
 """Of the short line, on any terminal that has as many."""
 _LARGEST_EXPONENT = 20
-"""As upstream, so that an untrained model has a finite perplexity."""
+"""An untrained model has a finite perplexity in this way."""
 
 
 # ---- what an interval comes to
@@ -50,7 +50,7 @@ class Interval:
         self.tokens += row["tokens_per_second"] * elapsed_seconds
         self.skipped += bool(row["skipped"])
         self.nan += row.has_nan
-        # As upstream: the loss of such a step says nothing about the weights.
+        # The loss of such a step says nothing about the weights.
         if not row["skipped"] and not row.has_nan:
             self.used += 1
             for name, loss in row.losses.items():
@@ -223,7 +223,7 @@ def format_generated(iteration: int, text: str) -> str:
 
 
 def compute_perplexity(loss: float) -> float:
-    """exp(loss), capped as upstream caps it, so that an untrained model has a finite number; NaN of NaN."""
+    """exp(loss), capped, so that an untrained model has a finite number; NaN of NaN."""
     # In this order: of NaN and a number `min` returns the first.
     return math.exp(min(loss, _LARGEST_EXPONENT))
 

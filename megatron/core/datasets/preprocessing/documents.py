@@ -28,7 +28,7 @@ from megatron.core.errors import ConfigError, DataError
 from megatron.core.tokenizers.encoders import DocumentEncoder
 
 _WINDOW_CHARACTERS = 1_000_000
-"""Longer texts are cut before they are split, as in Megatron-LM: a sentence ends at each cut."""
+"""Longer texts are cut before they are split: a sentence ends at each cut."""
 _NEEDED_BY = "--split-sentences"
 
 
