@@ -42,6 +42,8 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
         Command("build-dataset-cache", "megatron.cli.build_dataset_cache", "the indices of a run, before it starts"),
     ),
     "Before a run": (
+        Command("plan", "megatron.cli.plan", "the best layouts on a cluster: memory, time, cost, and why"),
+        Command("probe", "megatron.cli.probe", "the speed of this machine, for plan"),
         Command("memory", "megatron.cli.report_theoretical_memory", "memory of a run by formula"),
         Command("shrink", "megatron.cli.shrink", "try a cluster's command line small, on this machine"),
         Command("parity", "megatron.cli.check_parity", "is it the same run under other layouts?"),

@@ -8,6 +8,8 @@ import os
 import stat
 from pathlib import Path
 
+from megatron.core.errors import StorageError
+
 
 def explain_no_directory(path: Path) -> str | None:
     """Return what is in the place of a directory, as the end of a sentence: `is a file`; None where it is a
@@ -39,3 +41,16 @@ def explain_unmakeable_directory(path: Path) -> str | None:
     above = path.absolute().parent
     problem = explain_no_directory(above)
     return None if problem is None else f"cannot be made: the directory above it, {above}, {problem}; make it first"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a small text file whole or not at all. Raises StorageError."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise StorageError(
+            f"{path} cannot be written: {error.strerror or error}; give a file in a directory that can be written"
+        ) from None

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron.core.pipeline_parallel.schedules import build_tables
+from megatron.core.pipeline_parallel.schedules import Action, build_tables
 from megatron.core.plan.branch_kind import Kept, Tokens
 from megatron.core.plan.kinds import find_kind
 from megatron.core.plan.model_plan import Branch, LayerPlan
@@ -69,19 +69,25 @@ def predict_step_memory(
     """Rank in the pipeline -> what a process of that stage holds in a step."""
     shape = build_virtual_stages(model)
     contents = build_pipeline_layout(model, shape)
-    name = model.pipeline_schedule or ("1f1b" if shape.chunks == 1 else "interleaved")
-    tables = build_tables(
-        name, shape, workload.num_microbatches, model.microbatch_group_size_per_vp_stage if shape.chunks > 1 else None,
-        side_by_side=model.overlap_moe_expert_parallel_comm, delays_weights=model.delay_wgrad_compute,
-    )  # fmt: skip
+    tables = build_model_tables(model, workload.num_microbatches)
     found = []
     for rank, table in enumerate(tables):
         chunks = [contents[shape.index(rank, chunk)] for chunk in range(shape.chunks)]
-        dense, experts = _count_parameters(model, workload, chunks)
+        dense, experts = count_rank_parameters(model, workload, chunks)
         state = _count_state_bytes(model, replicas, optimizer, workload, dense, experts)
         stages = [_describe_chunk(model, replicas, workload, content) for content in chunks]
         found.append(StepMemory(dense + experts, state, _walk(table, stages)))
     return found
+
+
+def build_model_tables(model: TransformerConfig, microbatches: int) -> list[list[Action]]:
+    """Build the actions of each rank of the pipeline that the settings describe; raises as build_tables."""
+    shape = build_virtual_stages(model)
+    name = model.pipeline_schedule or ("1f1b" if shape.chunks == 1 else "interleaved")
+    return build_tables(
+        name, shape, microbatches, model.microbatch_group_size_per_vp_stage if shape.chunks > 1 else None,
+        side_by_side=model.overlap_moe_expert_parallel_comm, delays_weights=model.delay_wgrad_compute,
+    )  # fmt: skip
 
 
 def describe_step_memory(stages: Sequence[StepMemory]) -> str:
@@ -98,7 +104,7 @@ def describe_step_memory(stages: Sequence[StepMemory]) -> str:
 # ---- state
 
 
-def _count_parameters(
+def count_rank_parameters(
     model: TransformerConfig, workload: Workload, chunks: Sequence[StageContent]
 ) -> tuple[float, float]:
     """Elements on a process: outside of experts, and of experts. Biases and positions are left out."""
@@ -160,11 +166,11 @@ def _count_state_bytes(
 def list_kept(model: TransformerConfig, workload: Workload, layer: LayerPlan) -> list[list[Kept]]:
     """List what each branch of a layer keeps of one microbatch on this process when nothing is recomputed or
     offloaded."""
-    tokens = _count_tokens(model, workload)
+    tokens = count_tokens(model, workload)
     return [list(find_kind(branch.kind).kept(model, branch, tokens)) for branch in layer.branches]
 
 
-def _count_tokens(model: TransformerConfig, workload: Workload) -> Tokens:
+def count_tokens(model: TransformerConfig, workload: Workload) -> Tokens:
     """Tokens of a microbatch on one process."""
     tokens = workload.seq_length / model.context_parallel_size * workload.micro_batch_size
     return Tokens(tokens, tokens / (model.tensor_model_parallel_size if model.sequence_parallel else 1))
@@ -189,7 +195,7 @@ def _describe_chunk(
     model: TransformerConfig, replicas: DistributedDataParallelConfig, workload: Workload, content: StageContent
 ) -> _Chunk:
     width = 2 if model.bf16 or model.fp16 else 4
-    tokens, ranks = _count_tokens(model, workload), model.tensor_model_parallel_size
+    tokens, ranks = count_tokens(model, workload), model.tensor_model_parallel_size
     hidden = tokens.own * model.hidden_size * width
     plans = read_plan(model).decoder[content.layers.start : content.layers.stop]
     branches = [list_kept(model, workload, layer) for layer in plans]

@@ -73,30 +73,37 @@ class Deadlock(RuntimeError):
     """Raised for a schedule that waits for something that never comes."""
 
 
-def simulate(tables: Sequence[Sequence[Action]], shape: VirtualStages, costs: Costs = UNDIVIDED) -> Timeline:
-    """Play the tables of all ranks. Raises Deadlock when all that are not done wait for each other."""
+def simulate(
+    tables: Sequence[Sequence[Action]], shape: VirtualStages, costs: Costs | Sequence[Costs] = UNDIVIDED
+) -> Timeline:
+    """Play the tables of all ranks. costs: of every chunk, or of each virtual stage in order. Raises Deadlock when all
+    that are not done wait for each other."""
+    of_stage = [costs] * shape.count if isinstance(costs, Costs) else costs
     done: dict[tuple[str, int, int], float] = {}
     clocks = [0.0] * shape.stages
     positions = [0] * shape.stages
     events: list[Event] = []
-    while True:
-        ready = [_next_events(rank, tables, positions, clocks, done, shape, costs) for rank in range(shape.stages)]
-        runnable = [found for found in ready if found]
-        if not runnable:
-            break
-        # Earliest start first, ties by rank: events come out in an order that one process could run them in.
-        beside = min(runnable, key=lambda found: (found[0].start, found[0].rank))
-        for rank, action, _, end in beside:
-            done[action.kind, action.microbatch, shape.index(rank, action.chunk)] = clocks[rank] = end
-            positions[rank] += 1
-        events += beside
-    waiting = [
+    waiting = set(range(shape.stages))
+    while waiting:
+        rank = waiting.pop()
+        # As far as it gets: what an action waits for, and so when it begins, does not depend on who is asked first.
+        while beside := _next_events(rank, tables, positions, clocks, done, shape, of_stage):
+            for _, action, _, end in beside:
+                stage = shape.index(rank, action.chunk)
+                done[action.kind, action.microbatch, stage] = clocks[rank] = end
+                positions[rank] += 1
+                waiting |= {shape.holder(near)[0] for near in (stage - 1, stage + 1) if 0 <= near < shape.count}
+            events += beside
+        waiting.discard(rank)
+    left = [
         f"rank {rank} for {table[position]}"
         for rank, (table, position) in enumerate(zip(tables, positions, strict=True))
         if position < len(table)
     ]
-    if waiting:
-        raise Deadlock(f"the schedule stops; waiting: {', '.join(waiting)}")
+    if left:
+        raise Deadlock(f"the schedule stops; waiting: {', '.join(left)}")
+    # Earliest start first, ties by rank: an order that one process could run them in.
+    events.sort(key=lambda event: (event.start, event.rank))
     makespan = max(clocks)
     peaks = [count_peak_in_flight(table) / shape.chunks for table in tables]
     return Timeline(events, makespan, 1 - _busy(events) / (shape.stages * makespan), peaks)
@@ -137,7 +144,7 @@ def _next_events(
     clocks: list[float],
     done: dict[tuple[str, int, int], float],
     shape: VirtualStages,
-    costs: Costs,
+    of_stage: Sequence[Costs],
 ) -> list[Event]:
     """The rank's next action, and those at its side, with their times; nothing when it has none or their input is not
     there."""
@@ -152,8 +159,8 @@ def _next_events(
             return []
         # Between two chunks of one rank, such as at the turn of a V, nothing travels.
         travels = shape.holder(need[2])[0] != rank
-        start = max(start, done[need] + costs.transfer * travels)
-    end = start + sum(map(costs.duration, actions))
+        start = max(start, done[need] + of_stage[shape.index(rank, actions[0].chunk)].transfer * travels)
+    end = start + sum(of_stage[shape.index(rank, action.chunk)].duration(action) for action in actions)
     return [Event(rank, action, start, end) for action in actions]
 
 
