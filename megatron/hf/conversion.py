@@ -158,7 +158,8 @@ def open_source(
         dataclasses.replace(entry, copies=tuple(name for name in entry.copies if name in tensors.contents))
         for entry in list_entries(family, config, fields["vocab_size"])
     ]
-    aliases = _find_aliases(list_their_shapes(entries), tensors)
+    aliases = _find_aliases(list_their_shapes(entries), tensors, family.published)
+    entries = [_follow_shapes(entry, tensors, aliases) for entry in entries]
     notes += _check_tensors(path, family, entries, tensors, aliases)
     source = Source(path, config, entries, tensors, aliases, notes)
     for entry in entries:
@@ -166,13 +167,25 @@ def open_source(
     return source
 
 
-def _find_aliases(names: Iterable[str], tensors: TensorDirectory) -> dict[str, str]:
-    """The published files of GPT-2 leave out a prefix, and those of models that see images have one more."""
+def _follow_shapes(entry: Entry, tensors: TensorDirectory, aliases: Mapping[str, str]) -> Entry:
+    """A stack of sections, which transformers cuts into equal parts when it saves one, as these files cut it."""
+    first = tensors.contents.get(aliases.get(entry.names[0][0], entry.names[0][0]))
+    if entry.row.form != "stacked" or not entry.row.sections or first is None:
+        return entry
+    by_section = dataclasses.replace(entry, row=dataclasses.replace(entry.row, form="sections"))
+    expected = list_their_shapes([by_section])[entry.names[0][0]]
+    return by_section if tuple(first.shape) == expected else entry
+
+
+def _find_aliases(names: Iterable[str], tensors: TensorDirectory, published: Mapping[str, str]) -> dict[str, str]:
+    """The published files of GPT-2 leave out a prefix, and those of models that see images have one more; published:
+    see Family."""
     found: dict[str, str] = {}
     for name in names:
         # Before the name, or in place of its first word; the output layer of such a model may stand alone.
         first, second = _TEXT_PREFIXES
-        others = (name.removeprefix(_GPT2_PREFIX), first + name, second + name.removeprefix("model."))
+        others = [name.removeprefix(_GPT2_PREFIX), first + name, second + name.removeprefix("model.")]
+        others += [name.replace(written, there) for written, there in published.items()]
         stored = next((other for other in (name, *others) if other in tensors.contents), name)
         found |= {name: stored} if stored != name else {}
     return found

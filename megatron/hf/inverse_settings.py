@@ -32,9 +32,13 @@ def invert_flags(family: Family, config: RunConfig) -> dict[str, Any] | None:
         if layers is None:
             return None
         fields |= layers
-    if family.rotary_field:
+    if family.rotary_field == "rope_parameters":
+        if config.model.position_embedding_type == "none":
+            fields["rope_parameters"] = {"rope_type": "default", "rope_theta": None}
+            del fields["rope_theta"]
+    elif family.rotary_field:
         fields[family.rotary_field] = None if config.model.position_embedding_type == "none" else "rope"
-    if family.is_rotary and fields.get(family.rotary_field, "rope") == "rope":
+    if family.is_rotary and config.model.position_embedding_type != "none":
         _add_rope(fields, config)
     return fields
 
@@ -53,8 +57,8 @@ def _put(fields: dict[str, Any], names: str, value: Any) -> None:
 
 def _invert(setting: Setting, config: RunConfig, fields: dict[str, Any]) -> bool:
     """Add the field of one setting; False where the family has no model with its value."""
-    if setting.form in ("root", "two best"):
-        return True  # of a field that another setting writes
+    if setting.form in ("root", "two best", "norms of full layers"):
+        return True  # of a field that something else writes
     model = config.model
     if setting.with_experts and model.num_moe_experts is None:
         if setting.flag == "--num-experts":
@@ -84,9 +88,17 @@ def _invert(setting: Setting, config: RunConfig, fields: dict[str, Any]) -> bool
         case "bounds":
             highest = _read(setting.word or "", config)
             value = [value, ENDLESS if highest is None else highest]
+        case "multipliers" if setting.word is None:
+            value = [1.0] * 5 if value is None else value
+        case "multipliers":
+            value = [value, _read(setting.word or "", config)]
+        case "gate norm":
+            is_normed, is_first = setting.theirs.split("|")
+            fields |= {is_normed: value != "none", is_first: value == "ungated"}
+            return True
         case "expansion":
             assert model.hidden_size is not None
-            value = model.mamba_inner_width / model.hidden_size
+            value = model.mamba_inner_width / (1 if setting.word == "channels" else model.hidden_size)
             if value != int(value):
                 return False
             value = int(value)

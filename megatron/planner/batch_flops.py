@@ -63,6 +63,8 @@ def _count(model: TransformerConfig, kind: str, seq_length: int) -> int:
         width = model.kv_channels
         queries, keys = model.num_attention_heads * width, model.num_query_groups * width
         return 4 * hidden * (queries + keys) + 2 * seq_length * queries
+    if kind == "parallel":
+        return _count(model, "attention", seq_length) + _count(model, "mamba", seq_length)
     if kind == "mamba":
         inner, states = 2 * hidden, model.mamba_state_dim
         heads = model.mamba_num_heads or inner // model.mamba_head_dim

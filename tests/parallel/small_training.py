@@ -78,6 +78,18 @@ OPTIONS = {
         --disable-bias-linear --untie-embeddings-and-output-weights --mamba-num-heads 6 --mamba-head-dim 5
         --mamba-num-groups 2 --mamba-state-dim 7 --linear-num-key-heads 4 --linear-num-value-heads 4
         --linear-key-head-dim 6 --linear-value-head-dim 6 --linear-conv-kernel-dim 3""",
+    # Attention and Mamba-2 side by side, with all factors of Falcon-H1.
+    "beside": """--mamba-beside-attention --position-embedding-type rope --normalization RMSNorm --swiglu
+        --ffn-hidden-size 48 --add-mlp-bias --mamba-proj-bias --mamba-num-heads 6 --mamba-head-dim 5
+        --mamba-num-groups 2 --mamba-state-dim 7 --attention-input-multiplier 1.4 --attention-output-multiplier 0.6
+        --mamba-input-multiplier 0.8 --mamba-output-multiplier 1.3 --mamba-section-multipliers 0.6 1.2 0.8 1.5 0.5
+        --activation-input-multiplier 0.9 --mlp-output-multiplier 0.7 --key-multiplier 0.7""",
+    # As in Kimi Linear and OLMo Hybrid: gates of narrow vectors, no positions, norms on the outputs of some layers.
+    "kimi": """--hybrid-layer-pattern K-+G --position-embedding-type rope --no-rope-freq 1 --normalization RMSNorm
+        --swiglu --ffn-hidden-size 48 --disable-bias-linear --untie-embeddings-and-output-weights --kv-lora-rank 11
+        --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 5 --qk-layernorm --latent-norm-epsilon 1e-3
+        --linear-num-key-heads 4 --linear-num-value-heads 4 --linear-key-head-dim 6 --linear-value-head-dim 6
+        --linear-gate-rank 5 --linear-allow-neg-eigval --output-norm-freq [0,1,0,1]""",
     "sandwich": """--disable-bias-linear --norm-placement both --normalization RMSNorm --apply-layernorm-1p
         --geglu --openai-gelu --activation-func-clamp-value 0.05 --glu-linear-offset 1 --embedding-multiplier 4
         --residual-multiplier 0.7 --logit-multiplier 0.8 --use-mup --mup-base-hidden-size 16

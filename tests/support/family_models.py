@@ -130,6 +130,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         BASES["granitemoehybrid"] | {"num_local_experts": 0, "embedding_multiplier": 12, "logits_scaling": 8,
                                      "residual_multiplier": 0.22, "tie_word_embeddings": True} | EAGER,
     ),
+    "Falcon-H1": ("FalconH1", BASES["falcon_h1"] | EAGER),
+    "Falcon-H1, with norms and biases": (
+        "FalconH1",
+        {"mamba_d_ssm": 48, "mamba_n_heads": 6, "mamba_n_groups": 2, "mamba_d_state": 9, "mamba_rms_norm": True,
+         "mamba_proj_bias": True, "projectors_bias": True, "mamba_conv_bias": False, "attention_bias": True,
+         "mlp_bias": True, "attention_out_multiplier": 0.6, "ssm_out_multiplier": 1.3, "tie_word_embeddings": True,
+         "mlp_multipliers": [1.0, 0.5], "head_dim": 10, "time_step_limit": [0.3, 0.9], **ODD} | EAGER,
+    ),
+    "OLMo Hybrid": ("OlmoHybrid", BASES["olmo_hybrid"] | EAGER),
+    "OLMo Hybrid, without positions": (
+        "OlmoHybrid", {"linear_allow_neg_eigval": False, "rope_parameters": {"rope_theta": None}, **ODD} | EAGER,
+    ),
+    "Kimi Linear": ("KimiLinear", BASES["kimi_linear"] | EAGER),
+    "Kimi Linear, without experts": (
+        "KimiLinear",
+        {"mlp_layer_types": ["dense"] * 5, "num_hidden_layers": 5, "linear_num_heads": 5, "linear_head_dim": 9,
+         "q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14,
+         "num_key_value_heads": 4} | EAGER,
+    ),
     "Granite 3": (
         "Granite", {"attention_multiplier": 0.3, "embedding_multiplier": 12, "logits_scaling": 8,
                     "residual_multiplier": 0.22, "attention_bias": True, "mlp_bias": True} | ODD | EAGER,

@@ -138,6 +138,13 @@ def logits_of(model: GPTModel, ids: Tensor) -> Tensor:
     return logits
 
 
+def _cast(model: GPTModel, dtype: torch.dtype) -> GPTModel:
+    for module in model.modules():
+        for branch in getattr(module, "branches", ()):
+            branch.compute_dtype = dtype  # what attention without a norm before it reads
+    return model.to(dtype)
+
+
 @torch.no_grad()
 def assert_same_logits(
     hf_model: nn.Module,
@@ -162,8 +169,8 @@ def assert_same_logits(
     bound = tolerance * max(1.0, largest)
     if allows_rounding and bound < difference < 1e-3 * largest:
         # Norms of heads make much of what nearly cancelled, in transformers as here.
-        bound = max(bound, 4 * (logits_of(model.double(), ids) - expected).abs().max().item())
-        model.float()
+        bound = max(bound, 4 * (logits_of(_cast(model, torch.float64), ids) - expected).abs().max().item())
+        _cast(model, torch.float32)
     assert difference <= bound, f"logits up to {largest:.2f} differ by {difference:.2e}"
     return model
 

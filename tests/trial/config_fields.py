@@ -78,6 +78,22 @@ BASES: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention"] * 2, "num_local_experts": 4, "mamba_d_head": 8,
         "shared_intermediate_size": 40, "attention_multiplier": 0.4,
     },
+    "falcon_h1": {
+        "mamba_d_ssm": 48, "mamba_n_heads": 6, "mamba_d_head": 8, "mamba_n_groups": 3, "mamba_d_state": 7,
+        "rms_norm_eps": 0.01, "mlp_multipliers": [0.9, 0.7], "ssm_multipliers": [0.6, 1.2, 0.8, 1.5, 0.5],
+        "key_multiplier": 0.7, "attention_in_multiplier": 1.4, "attention_out_multiplier": 0.6,
+        "ssm_in_multiplier": 0.8, "ssm_out_multiplier": 1.3, "lm_head_multiplier": 0.5, "embedding_multiplier": 2.5,
+    },
+    "olmo_hybrid": {
+        "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 3,
+        "linear_num_value_heads": 6, "linear_key_head_dim": 10, "linear_value_head_dim": 14, "rms_norm_eps": 0.01,
+    },
+    "kimi_linear": {
+        "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"], "linear_num_heads": 3,
+        "linear_head_dim": 10, "kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14,
+        "num_key_value_heads": 4, "num_local_experts": 16, "moe_intermediate_size": 24, "n_shared_experts": 2,
+        "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "rms_norm_eps": 0.01,
+    },
     "granite": {"attention_multiplier": 0.4}, "seed_oss": {"head_dim": 12}, 
     "ministral": {"head_dim": 12, "sliding_window": 6}, "starcoder2": {"sliding_window": 6},
     "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 12},

@@ -11,6 +11,7 @@
 | mamba            | M      | mixer          | Mamba-2 (state_kinds.py, as the two below)          |
 | gated_delta_net  | G      | self_attention | a gated delta net; gated_delta_net_2 of second form |
 | kimi_delta       | K      | self_attention | Kimi delta attention                                |
+| parallel         |        | self_attention | attention and Mamba-2 side by side on one input     |
 
 A program of a user's own adds a row by `register_kind`, before it makes a config with the kind's letter.
 """
@@ -32,7 +33,7 @@ from megatron.core.plan.branch_kind import (
     share_of_rounded,
 )
 from megatron.core.plan.model_plan import Branch
-from megatron.core.plan.state_kinds import STATE_KINDS
+from megatron.core.plan.state_kinds import MAMBA, STATE_KINDS
 
 
 def find_kind(name: str) -> BranchKind:
@@ -130,6 +131,25 @@ def _keep_output(config: Config, tokens: Tokens) -> Iterator[Kept]:
     yield Kept("its log-sum-exp", per_rank * 4)
 
 
+# ---- attention and Mamba-2 side by side
+
+
+def _count_parallel(config: Config, branch: Branch) -> Counts:
+    attention, mamba = _count_attention(config, branch), MAMBA.count(config, branch)
+    # One norm for both.
+    return attention._replace(matrices=attention.matrices + mamba.matrices)
+
+
+def _keep_parallel(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:
+    yield from _keep_attention(config, branch, tokens)
+    of_input = len(list(keep_input(config, branch, tokens, "", "")))
+    yield from list(MAMBA.kept(config, branch, tokens))[of_input:]
+
+
+def _work_in_parallel(config: Config, branch: Branch, seq_length: int) -> int:
+    return _count_scores(config, branch, seq_length) + MAMBA.work(config, branch, seq_length)
+
+
 # ---- MLP and experts
 
 
@@ -194,6 +214,9 @@ _KINDS: dict[str, BranchKind] = {
             "sparse_attention", "D", "self_attention", _count_latent_attention, _keep_latent_attention, _count_scores,
             "per token", missing="sparse attention (DeepSeek-V3.2) does not exist here yet; write + for latent "
             "attention to all tokens",
+        ),
+        BranchKind(
+            "parallel", "", "self_attention", _count_parallel, _keep_parallel, _work_in_parallel, "per token",
         ),
         BranchKind("mlp", "-", "mlp", _count_mlp, _keep_mlp),
         BranchKind("experts", "E", "mlp", _count_experts, _keep_experts),

@@ -25,6 +25,10 @@ class BranchOptions(NamedTuple):
     """Tokens of a chunk, of which a token sees only its own; None for no chunks."""
     rotary: RotaryKind = "global"
     """Rotary angles: the model's, those of layers with a window, or none."""
+    norm: str = "input"
+    """Place of the norm: on the branch's input, its output, or both, as --norm-placement has it."""
+    multiplier: float = 1.0
+    """Factor on the branch's output, beside the model's."""
     context_exchange: str = "p2p"
     """Exchange of keys and values among context-parallel ranks, as in --cp-comm-type."""
 

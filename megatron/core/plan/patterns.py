@@ -11,6 +11,8 @@ Layers of multi-token prediction, whose numbers follow those of the decoder, are
 |                               | [1,1,0]    | one entry per layer, 1 for a window                            |
 | --no-rope-freq                | 4          | every fourth layer has no rotary positions                     |
 |                               | [0,0,1]    | one entry per layer, 1 for none                                |
+| --output-norm-freq            | 4          | every fourth layer has its norms on the output                 |
+|                               | [0,0,1]    | one entry per layer, 1 for these                               |
 | --linear-attention-freq       | 4          | every fourth layer has softmax attention, the others linear    |
 |                               | [1,1,0]    | one entry per layer, 1 for linear attention                    |
 | --moe-layer-freq              | 2          | every second layer, the first of them too, has experts         |
@@ -36,6 +38,8 @@ class PlanSettings(NamedTuple):
     attention_chunk_size: int | None
     window_attn_skip_freq: LayerPattern | None
     no_rope_freq: LayerPattern | None
+    norm_placement: str
+    output_norm_freq: LayerPattern | None
     rotary_base_local: int | None
     cp_comm_type: tuple[str, ...] | None
     num_moe_experts: int | None
@@ -51,6 +55,8 @@ class PlanSettings(NamedTuple):
     hybrid_layer_pattern: str | None
     experimental_attention_variant: str | None
     linear_attention_freq: LayerPattern | None
+    mamba_beside_attention: bool
+    mlp_output_multiplier: float
 
     @classmethod
     def read(cls, config: Any) -> PlanSettings:
@@ -72,6 +78,7 @@ class PlanSettings(NamedTuple):
             chunk=None if is_full else self.attention_chunk_size,
             # Here a list has the sense of the number: the n-th layer, and a 1, have no rotary positions.
             rotary="none" if _is_nth(self.no_rope_freq, place, place) else rotary,
+            norm="output" if _is_nth(self.output_norm_freq, place, place) else self.norm_placement,
             context_exchange=types[min(place, len(types)) - 1],
         )
 
@@ -127,6 +134,7 @@ def pattern_problems(config: Any) -> Iterator[str]:
     for flag, pattern in (
         ("--window-attn-skip-freq", config.window_attn_skip_freq),
         ("--no-rope-freq", config.no_rope_freq),
+        ("--output-norm-freq", config.output_norm_freq),
         ("--moe-layer-freq", config.moe_layer_freq),
         ("--linear-attention-freq", config.linear_attention_freq),
     ):

@@ -30,6 +30,7 @@ def _build(settings: PlanSettings) -> ModelPlan:
     layers, depths = settings.num_layers or 0, settings.mtp_num_layers or 0
     with_weights = min(depths, 1) if settings.mtp_use_repeated_layer else depths
     attention = "latent_attention" if settings.multi_latent_attention else "attention"
+    attention = "parallel" if settings.mamba_beside_attention else attention
     linear = _GATED_DELTA_NETS.get(settings.experimental_attention_variant or "", attention)
 
     def plan(number: int, name: str) -> LayerPlan:
@@ -78,7 +79,10 @@ def _build_from_letters(settings: PlanSettings, pattern: str) -> ModelPlan:
 
 
 def _branch(settings: PlanSettings, kind: str, number: int) -> Branch:
-    return Branch(kind, settings.read_options(number), settings.is_low_precision(number))
+    options = settings.read_options(number)
+    if kind in ("mlp", "experts"):
+        options = options._replace(multiplier=settings.mlp_output_multiplier)
+    return Branch(kind, options, settings.is_low_precision(number))
 
 
 def read_letters(pattern: str) -> Letters:
@@ -141,6 +145,7 @@ def letter_problems(config: Any) -> Iterator[str]:
         yield f"{asked} has attention with latent vectors and without; write + for * with --multi-latent-attention"
     elif config.multi_latent_attention and "+" not in everything and "D" not in everything:
         yield f"{asked} contradicts --multi-latent-attention: the letter + and that flag go together"
-    for name, neutral in (("parallel_residual", False), ("moe_layer_freq", 1), ("linear_attention_freq", None)):
+    neutrals = {"parallel_residual": False, "mamba_beside_attention": False, "moe_layer_freq": 1}
+    for name, neutral in (neutrals | {"linear_attention_freq": None}).items():
         if getattr(config, name) != neutral:
             yield f"{config.say(name)} is for layers of two branches, and {asked} has one in each; leave it out"

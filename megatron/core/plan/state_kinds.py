@@ -44,11 +44,16 @@ def list_delta_2_sections(config: Config) -> dict[str, int]:
     return {"query": keys, "key": keys, "value": values, "z": values, "f": keys, "b": keys, "w": values}
 
 
+KIMI_GATES = ("g", "z")
+"""Sections of Kimi delta attention that --linear-gate-rank makes of narrow vectors of their own."""
+
+
 def list_kimi_sections(config: Config) -> dict[str, int]:
-    """The outputs of Kimi delta attention's first projection, section by section."""
+    """What Kimi delta attention projects a token to, section by section."""
     heads = config.linear_num_value_heads
     width = heads * config.linear_value_head_dim
-    return dict.fromkeys(("query", "key", "value", "g", "z"), width) | {"beta": heads}
+    convolved, gates = dict.fromkeys(("query", "key", "value"), width), dict.fromkeys(KIMI_GATES, width)
+    return convolved | ({"beta": heads} | gates if config.linear_gate_rank is not None else gates | {"beta": heads})
 
 
 def _count(config: Config, sections: dict[str, int], filters: int) -> Counts:
@@ -71,7 +76,15 @@ def _count_delta_2(config: Config, branch: Branch) -> Counts:
 
 
 def _count_kimi(config: Config, branch: Branch) -> Counts:
-    return _count_convolved(config, list_kimi_sections(config))
+    sections, rank = list_kimi_sections(config), config.linear_gate_rank
+    counts = _count_convolved(config, sections)
+    if rank is None:
+        return counts
+    gates, hidden = sum(sections[name] for name in KIMI_GATES), config.hidden_size
+    down = len(KIMI_GATES) * hidden * rank
+    return counts._replace(
+        matrices=counts.matrices + (rank - hidden) * gates, projections=down, replicated=counts.replicated + down
+    )
 
 
 def _count_convolved(config: Config, sections: dict[str, int]) -> Counts:
@@ -128,7 +141,10 @@ def _keep_delta_2(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Ke
 
 def _keep_kimi(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:
     sections = list_kimi_sections(config)
-    return _keep(config, tokens, sections, _OF_DELTA, sections["g"], sections["beta"])
+    yield from _keep(config, tokens, sections, _OF_DELTA, sections["g"], sections["beta"])
+    if config.linear_gate_rank is not None:
+        narrow = tokens.own * len(KIMI_GATES) * config.linear_gate_rank * count_bytes(config)
+        yield Kept("the vectors that its gates are made of", narrow, is_factor=True)
 
 
 MAMBA = BranchKind(

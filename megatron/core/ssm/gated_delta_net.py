@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron.core.plan.state_kinds import GATED_DELTA_NET, list_delta_2_sections, list_delta_sections
 from megatron.core.ssm.by_tokens import compute_by_tokens
 from megatron.core.ssm.chunks import Inputs
-from megatron.core.ssm.state_mixer import StateMixer, log_uniform_decay, step_sizes
+from megatron.core.ssm.state_mixer import StateMixer, StateMixerSubmodules, log_uniform_decay, step_sizes
 from megatron.core.tensor_parallel.parameters import ones
 from megatron.core.tensor_parallel.products import at_least_float32
 from megatron.core.transformer.norms import rms_norm
@@ -42,7 +42,7 @@ class GatedDeltaNet(StateMixer):
         """See StateMixer."""
         return self.config.linear_conv_kernel_dim, False
 
-    def build_parameters(self) -> None:
+    def build_parameters(self, submodules: StateMixerSubmodules) -> None:
         """See StateMixer."""
         config = self.config
         self.dt_bias = self.declare(config.linear_num_value_heads, ones)
@@ -73,10 +73,12 @@ class GatedDeltaNet(StateMixer):
 
     def _find_gates(self, alpha: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
         steps = F.softplus(at_least_float32(alpha) + self.dt_bias)
+        return -at_least_float32(self.A_log).exp() * steps, self.find_strength(beta)
+
+    def find_strength(self, beta: Tensor) -> Tensor:
+        """[s, b, heads] as projected -> how strongly a token is written, up to 1 or 2."""
         strength = torch.sigmoid(beta)
-        if self.config.linear_allow_neg_eigval:
-            strength = 2 * strength
-        return -at_least_float32(self.A_log).exp() * steps, strength
+        return 2 * strength if self.config.linear_allow_neg_eigval else strength
 
     def list_heads(self, section: dict[str, Tensor]) -> list[Tensor]:
         """Queries, keys and values, [s, b, heads, channels of one]."""
@@ -108,7 +110,7 @@ class GatedDeltaNet2(GatedDeltaNet):
         """See StateMixer."""
         return list_delta_2_sections(self.config)
 
-    def build_parameters(self) -> None:
+    def build_parameters(self, submodules: StateMixerSubmodules) -> None:
         """See StateMixer."""
         config = self.config
         self.dt_bias = self.declare(self.sections["key"], step_sizes)

@@ -46,7 +46,7 @@ class MambaLayer(TransformerLayer):
         number = layer_number + pp_layer_offset
         plan = read_plan(config).layer(number)
         if not plan.has("mamba"):  # a layer that a program builds by itself
-            plan = plan._replace(branches=(Branch("mamba"),))
+            plan = plan._replace(branches=(Branch("mamba", plan.options),))
         parts = TransformerLayerSubmodules(
             input_layernorm=submodules.norm,
             other_kinds={"mamba": submodules.mixer},

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megatron.core.plan.state_kinds import MAMBA, list_mamba_sections
 from megatron.core.ssm.by_tokens import compute_by_tokens
 from megatron.core.ssm.chunks import Inputs
-from megatron.core.ssm.state_mixer import StateMixer, log_uniform_decay, step_sizes
+from megatron.core.ssm.state_mixer import StateMixer, StateMixerSubmodules, log_uniform_decay, step_sizes
 from megatron.core.tensor_parallel.layers import tensor_parallel_split
 from megatron.core.tensor_parallel.parameters import declare_parameter, ones
 from megatron.core.tensor_parallel.products import at_least_float32
@@ -61,7 +61,7 @@ class MambaMixer(StateMixer):
         """See StateMixer."""
         return self.config.mamba_proj_bias
 
-    def build_parameters(self) -> None:
+    def build_parameters(self, submodules: StateMixerSubmodules) -> None:
         """See StateMixer."""
         heads, inner = self.sections["dt"], self.sections["z"]
         self.dt_bias = self.declare(heads, step_sizes)
@@ -79,6 +79,15 @@ class MambaMixer(StateMixer):
         """See StateMixer."""
         heads = self.sections["dt"] // self.groups.tp.size()
         return heads, (self.config.mamba_state_dim, self.config.mamba_head_dim)
+
+    def project(self, hidden_states: Tensor) -> Tensor:
+        """See StateMixer."""
+        projected, factors = super().project(hidden_states), self.config.mamba_section_multipliers
+        if factors is None:
+            return projected
+        sizes = [size // self.groups.tp.size() for size in self.sections.values()]
+        parts = projected.split(sizes, dim=-1)
+        return torch.cat([part * factor for part, factor in zip(parts, factors, strict=True)], dim=-1)
 
     def prepare(self, section: dict[str, Tensor]) -> Inputs:
         """See StateMixer."""

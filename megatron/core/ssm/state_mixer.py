@@ -56,6 +56,8 @@ class StateMixer(MegatronModule):
     """Name in messages."""
     convolved: ClassVar[Sequence[str]]
     """Sections that pass the convolution; neighbours."""
+    further_sections: Sequence[str] = ()
+    """The last sections, where the first projection does not make them."""
     unit: tuple[float, float] | None = None
     """See `attend`."""
 
@@ -77,14 +79,14 @@ class StateMixer(MegatronModule):
                     f"--tensor-model-parallel-size {ranks} does not divide the {size} channels of section {name} of "
                     f"{self.title}"
                 )
-        parts = [Part(size, name=name) for name, size in self.sections.items()]
+        parts = [Part(size, name=name) for name, size in self.sections.items() if name not in self.further_sections]
         convolved = [part for part in parts if part.name in self.convolved]
         channels = sum(part.size for part in convolved)
         width, has_bias = self.convolution_form()
         self.in_proj = build_module(
             submodules.in_proj,
             config.hidden_size,
-            sum(self.sections.values()),
+            sum(part.size for part in parts),
             config=config,
             init_method=input_initialiser(config),
             bias=self.has_projection_bias,
@@ -94,7 +96,7 @@ class StateMixer(MegatronModule):
         self.conv1d = CausalConvolution(
             channels, width, config=config, parts=convolved, bias=has_bias, tp_group=self.groups.tp
         )
-        self.build_parameters()
+        self.build_parameters(submodules)
         self.out_proj = build_module(
             submodules.out_proj,
             self.sections["z"],
@@ -110,7 +112,7 @@ class StateMixer(MegatronModule):
 
     @abstractmethod
     def list_sections(self) -> dict[str, int]:
-        """The sections of the first projection's outputs in order, and their channels in the whole model; `z` gates."""
+        """The projected sections in order, and their channels in the whole model; `z` gates."""
 
     @abstractmethod
     def convolution_form(self) -> tuple[int, bool]:
@@ -122,8 +124,13 @@ class StateMixer(MegatronModule):
         return False
 
     @abstractmethod
-    def build_parameters(self) -> None:
+    def build_parameters(self, submodules: StateMixerSubmodules) -> None:
         """Declare the parameters between the two projections, but for the convolution's."""
+
+    def project(self, hidden_states: Tensor) -> Tensor:
+        """[s, b, h] -> the sections of this rank, [s, b, channels]."""
+        projected: Tensor = self.in_proj(hidden_states)[0]
+        return projected
 
     @abstractmethod
     def prepare(self, section: dict[str, Tensor]) -> Inputs:
@@ -150,7 +157,7 @@ class StateMixer(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> LayerOutput:
         """[s, b, h] -> ([s, b, h], None); mask and rotation say nothing here: order is all that a state knows."""
-        projected = self.in_proj(hidden_states)[0]  # [s, b, sections of this rank]
+        projected = self.project(hidden_states)
         if inference_context is not None:
             mixed = self._mix_with_state(projected, inference_context)
         else:

@@ -13,7 +13,7 @@ from megatron.core.transformer.weight_names import WeightNames
 
 @dataclass
 class TransformerLayerSubmodules:
-    """The parts of a layer: specs or classes. Of the norms those are built that norm_placement asks for. A layer of one
+    """The parts of a layer: specs or classes. Of the norms those are built that the plan asks for. A layer of one
     branch has either attention or an MLP."""
 
     input_layernorm: Any = None

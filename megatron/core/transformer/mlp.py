@@ -49,15 +49,21 @@ class MLPSubmodules:
 def uses_fused_activation(config: TransformerConfig) -> bool:
     """Return whether the activation runs as one operation; we need its derivative, and a compiler makes its own."""
     # A user's own callable has no hand-written derivative; it runs from elementary operations instead.
-    known = find_activation(config.activation_func).backward_ is not None
+    known = build_activation(config).backward_ is not None
     return config.bias_activation_fusion and known and not is_compiled(config, "activation")
 
 
 def build_activation(config: TransformerConfig, interleave_size: int | None = None) -> Activation:
     """Build the activation that the config names, with its clamp and offset. interleave_size: see Activation."""
+    found, factor = find_activation(config.activation_func), config.activation_input_multiplier
+    if factor != 1.0:
+        function = found.forward
+        found = dataclasses.replace(
+            found, name=f"{found.name} of {factor} x", forward=lambda x: function(x * factor), backward_=None
+        )
     # A copy: the table's entries are shared by all models of the process.
     return dataclasses.replace(
-        find_activation(config.activation_func),
+        found,
         clamp_value=config.activation_func_clamp_value,
         linear_offset=config.glu_linear_offset,
         interleave_size=interleave_size,

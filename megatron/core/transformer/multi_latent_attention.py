@@ -138,7 +138,8 @@ class MLASelfAttention(Attention):
         """The norm of a latent vector of this width; None where there is no such vector, or no norm of it."""
         if not self.config.qk_layernorm or norm is None or width is None:
             return None
-        built = build_module(norm, self.config, width)
+        eps = self.config.latent_norm_epsilon
+        built = build_module(norm, self.config, width, **({} if eps is None else {"eps": eps}))
         mark_as_query_key_norm(built)
         return built
 

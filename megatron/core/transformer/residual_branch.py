@@ -45,10 +45,12 @@ class ResidualBranch:
         parts: Mapping[str, Any],
         kind: Literal["attention", "mlp", "moe"],
         names: tuple[str, str, str],
+        multiplier: float = 1.0,
     ) -> None:
         """parts: modules of the layer by name, read in every call. names: of the norm before the body, of the body, and
-        of the norm behind it, whose parts may be missing."""
+        of the norm behind it, whose parts may be missing. multiplier: of this branch, beside the config's."""
         self.config, self.parts, self.kind = config, parts, kind
+        self.scale = config.residual_multiplier * multiplier
         self.norm_name, self.name, self.output_norm_name = names
         # With a float32 residual stream, what the body reads is cast to the format of its weights.
         self.compute_dtype = parameter_dtype(config)
@@ -112,7 +114,7 @@ class ResidualBranch:
 
     def finish(self, output: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The body's output normalised and scaled as configured, [s, b, h], and the bias that is still to be added."""
-        norm, scale = self.parts.get(self.output_norm_name), self.config.residual_multiplier
+        norm, scale = self.parts.get(self.output_norm_name), self.scale
         # The bias belongs to what is normalised and scaled; otherwise it is added in the same pass as the residual.
         if norm is not None or scale != 1.0:
             output, bias = (output if bias is None else output + bias), None

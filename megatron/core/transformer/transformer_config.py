@@ -80,11 +80,12 @@ class TransformerConfig(
 
     @property
     def attention_scale(self) -> float:
-        """Factor on attention scores: softmax_scale, muP's, or 1 / sqrt(width of a head)."""
+        """Factor on attention scores: softmax_scale, muP's, or 1 / sqrt(width of a head), times key_multiplier."""
         if self.softmax_scale is not None:
-            return self.softmax_scale
+            return self.softmax_scale * self.key_multiplier
         # muP divides by the width, not by its root: trained queries and keys are no longer independent of each other.
         scale = self.mup_attention_scale(self.query_width) if self.use_mup else self.query_width**-0.5
+        scale *= self.key_multiplier
         if not self.multi_latent_attention:
             return scale
         # Only a part of a head is rotated here: YaRN's factor goes to the scores (DeepSeek-V2, section 3.1.4).

@@ -126,16 +126,19 @@ class TransformerLayer(MegatronModule):
         if spec is None or not is_there(spec):
             return None
         before, after = _NORMS[kind.attribute]
-        setattr(self, before, self._norm(getattr(submodules, before), "input"))
+        where = branch.options.norm
+        setattr(self, before, self._norm(getattr(submodules, before), where in ("input", "both")))
         # A dense MLP is the same in every layer.
         number = {} if kind.name == "mlp" else {"layer_number": self.layer_number}
         module = build_module(spec, config=self.config, pg_collection=groups, **number)
         setattr(self, kind.attribute, module)
-        setattr(self, after, self._norm(getattr(submodules, after), "output"))
-        return ResidualBranch(self.config, self._modules, policy, (before, kind.attribute, after))
+        setattr(self, after, self._norm(getattr(submodules, after), where in ("output", "both")))
+        return ResidualBranch(
+            self.config, self._modules, policy, (before, kind.attribute, after), branch.options.multiplier
+        )
 
-    def _norm(self, submodule: Any, place: str) -> Any:
-        """The norm at the `input` or `output` of a branch; None where the config has none."""
-        if not is_there(submodule) or self.config.norm_placement not in (place, "both"):
+    def _norm(self, submodule: Any, is_wanted: bool) -> Any:
+        """The norm at one end of a branch; None where there is none."""
+        if not is_there(submodule) or not is_wanted:
             return None
         return build_module(submodule, self.config, self.config.hidden_size)

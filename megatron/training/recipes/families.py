@@ -12,6 +12,7 @@ import difflib
 from collections.abc import Sequence
 
 from megatron.core.errors import ConfigError
+from megatron.training.recipes.delta_families import DELTA_FAMILIES
 from megatron.training.recipes.family import Family, Row, Setting
 from megatron.training.recipes.family_defaults import (
     DEFAULTS,
@@ -289,6 +290,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     *FURTHER,
     *HYBRIDS,
+    *DELTA_FAMILIES,
 )  # fmt: skip
 
 

@@ -77,7 +77,8 @@ class LayerLetters:
 SettingForm = Literal[
     "number", "switch", "inverted switch", "query groups", "window", "window layers", "layers without positions",
     "dense layers first", "layers with experts", "groups", "group score", "two best", "factors", "root", "inverse root",
-    "inverse", "bounds", "expansion",
+    "inverse", "bounds", "expansion", "norms of full layers", "multipliers",
+    "gate norm",
 ]  # fmt: skip
 
 
@@ -95,6 +96,7 @@ class Setting:
     query groups              heads of keys and values
     window                    w tokens are seen, the token itself among them: w - 1 before it
     window layers             `full_attention`, or `sliding_attention` or `chunked_attention`, of each layer
+    norms of full layers      `full_attention` of each layer whose norms stand on the output
     layers without positions  of each layer, 0 where it has none
     dense layers first        so many layers come before those with experts
     layers with experts       their indices, from 0
@@ -102,10 +104,13 @@ class Setting:
     group score               `greedy`: experts are in no groups; `group_limited_greedy`: a group counts by its best one
     two best                  a group counts by its two best, of so many groups
     factors                   a number for each pair of channels
+    multipliers               five numbers, or two, of which the second is the flag `word`
+    gate norm                 whether there is one, and (behind `|`) whether the gate comes after it
     root, inverse root        of the value
     inverse                   1 / value
     bounds                    smallest and largest step of a state; `word` is the flag of the largest
-    expansion                 of the hidden size to the channels of all Mamba-2 heads, which other fields say
+    expansion                 of the hidden size to the channels of all Mamba-2 heads, which other fields say; these
+                              channels where `word` is so
     """
 
     theirs: str
@@ -143,9 +148,12 @@ class Family:
     is_rotary: bool = True
     """Tokens know their position by rotation; `rope_parameters` says how."""
     rotary_field: str = ""
-    """A field that is `rope` where they do so, and null where nothing says positions."""
+    """A field that is `rope` where they do so, and null where nothing says positions; or `rope_parameters`, where it is
+    the base of rotation that is null then."""
     letters: LayerLetters | None = None
     """Of a hybrid, whose layers are of several kinds or have no MLP."""
+    published: Mapping[str, str] = field(default_factory=dict)
+    """Part of a name that transformers writes -> what stands there in files as published."""
     left_out: tuple[str, ...] = ()
     """Beginnings of the names of tensors in published files that neither the class nor this program reads."""
     defaults: Mapping[str, Any] = field(default_factory=dict)

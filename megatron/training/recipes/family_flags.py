@@ -75,6 +75,8 @@ def is_rotary(family: Family, config: Mapping[str, Any]) -> bool:
     """Whether positions are rotations in the model of a completed config.json. Raises ConfigError for other words."""
     if not family.is_rotary or not family.rotary_field:
         return family.is_rotary
+    if family.rotary_field == ROPE:
+        return config[ROPE].get("rope_theta", 0) is not None
     word = config[family.rotary_field]
     if word not in ("rope", None):
         raise _refuse(family, family.rotary_field, word, "only 'rope' and null are known")
@@ -154,7 +156,8 @@ _BOUNDS = (
     "two numbers, the smallest and the largest step",
 )  # fmt: skip
 _BY_FORM: Mapping[str, tuple[_Judge, str]] = {
-    "switch": _SWITCH, "inverted switch": _SWITCH, "window layers": _WORDS, "layers without positions": _NUMBERS,
+    "switch": _SWITCH, "inverted switch": _SWITCH, "window layers": _WORDS, "norms of full layers": _LAYERS,
+    "multipliers": _NUMBERS, "gate norm": _SWITCH, "layers without positions": _NUMBERS,
     "layers with experts": _NUMBERS, "group score": _WORD, "bounds": _BOUNDS,
 }  # fmt: skip
 _BY_TYPE: Mapping[type, tuple[_Judge, str]] = {bool: _SWITCH, int: _NUMBER, float: _NUMBER, str: _WORD}
@@ -366,6 +369,12 @@ def _build_flag(family: Family, config: Mapping[str, Any], setting: Setting) -> 
         case "window layers":
             sees_all = [kind == FULL for kind in _judge_layers(family, config, setting, value)]
             return [f"{setting.flag} {_describe_pattern(sees_all, '0', '1')}"] if any(sees_all) else []
+        case "norms of full layers":
+            # Where a layer of theirs is two letters, both are alike.
+            of_layers = [
+                kind == FULL for kind in value for _ in range(2 if family.letters and family.letters.mlps else 1)
+            ]
+            return [f"{setting.flag} {_describe_pattern(of_layers, '1', '0')}"] if any(of_layers) else []
         case "layers without positions":
             has_none = [not has_positions for has_positions in _judge_layers(family, config, setting, value)]
             pattern = _describe_pattern(has_none, "1", "0", divides=True) if any(has_none) else None
@@ -394,9 +403,21 @@ def _build_flag(family: Family, config: Mapping[str, Any], setting: Setting) -> 
             low, high = value
             lowest = [f"{setting.flag} {_describe_number(low)}"] if low > 0 else []
             return lowest + ([] if high == math.inf else [f"{setting.word} {_describe_number(high)}"])
+        case "multipliers":
+            flags = [setting.flag] if setting.word is None else [setting.flag, setting.word]
+            if len(value) != (5 if setting.word is None else 2):
+                raise _refuse(family, setting.theirs, value, "it must have 5 numbers, or 2 for mlp_multipliers")
+            if set(value) == {1}:
+                return []
+            pairs = zip(flags, [value] if setting.word is None else [[each] for each in value], strict=True)
+            return [" ".join([flag, *map(_describe_number, each)]) for flag, each in pairs if set(each) != {1}]
+        case "gate norm":
+            is_normed, is_first = (config[name] for name in setting.theirs.split("|"))
+            form = "none" if not is_normed else "ungated" if is_first else "gated"
+            return [] if form == "gated" else [f"{setting.flag} {form}"]
         case "expansion":
             heads, width = (_find(family, config, name) for name in MAMBA_HEADS)
-            if value * config["hidden_size"] != heads * width:
+            if value * (1 if setting.word == "channels" else config["hidden_size"]) != heads * width:
                 raise _refuse(family, setting.theirs, value, f"{heads} heads of {width} channels are no such multiple")
             return []
         case "inverse":

@@ -43,6 +43,14 @@ HYBRID_DEFAULTS: Mapping[str, Fields] = {
     "bamba": size(32, 4096, 14336, 32, 8, 262144)
     | _MAMBA
     | {"rms_norm_eps": 1e-5, "attn_layer_indices": None, "attention_bias": False, "mlp_bias": False},
+    "falcon_h1": size(32, 4096, 14336, 32, 8, 8192)
+    | {name: value for name, value in _MAMBA.items() if name != "mamba_expand"}
+    | {
+        "rms_norm_eps": 1e-5, "attention_bias": False, "mlp_bias": False, "projectors_bias": False,
+        "mamba_d_ssm": 1024, "mamba_norm_before_gate": True, "mamba_rms_norm": False, "lm_head_multiplier": 1.0,
+        "embedding_multiplier": 1.0, "mlp_multipliers": None, "key_multiplier": 1.0, "attention_out_multiplier": 1.0,
+        "attention_in_multiplier": 1.0, "ssm_multipliers": None, "ssm_in_multiplier": 1.0, "ssm_out_multiplier": 1.0,
+    },
     "granitemoehybrid": size(32, 4096, 11008, 32, None, 2048)
     | _MAMBA
     | {
@@ -102,6 +110,20 @@ def complete_bamba(fields: Fields) -> Fields:
     """Fill in the channels of a head; half of each attention head is rotated in any case."""
     _complete_mamba(fields)
     fields["partial_rotary_factor"] = 0.5
+    return fields
+
+
+def complete_falcon_h1(fields: Fields) -> Fields:
+    """Fill in the channels of Mamba-2, which without a number of their own follow from the hidden size."""
+    if fields["mamba_d_ssm"] is None:
+        fields["mamba_d_ssm"] = fields.get("mamba_expand", 2) * fields["hidden_size"]
+    if fields["mamba_d_head"] == "auto":
+        fields["mamba_d_head"] = fields["mamba_d_ssm"] // fields["mamba_n_heads"]
+    if bool(fields["projectors_bias"]) != bool(fields["mamba_proj_bias"]):
+        raise ConfigError(
+            f"projectors_bias is {fields['projectors_bias']} in config.json, and mamba_proj_bias "
+            f"{fields['mamba_proj_bias']}; both projections of Mamba-2 have a bias here, or none"
+        )
     return fields
 
 

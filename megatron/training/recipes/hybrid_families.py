@@ -49,6 +49,7 @@ from megatron.training.recipes.hybrid_defaults import (
     HYBRID_DEFAULTS,
     LINEAR,
     complete_bamba,
+    complete_falcon_h1,
     complete_granite_hybrid,
     complete_nemotron_h,
     complete_qwen_hybrid,
@@ -183,6 +184,14 @@ BAMBA_ROWS = {
     **rename_rows("", "", {"decoder.final_layernorm": "model.final_layernorm"}),
     **build_mamba_rows(f"{THEIRS}mamba."),
 }  # fmt: skip
+# In each layer both mixers of Bamba.
+FALCON_H1_ROWS = {
+    ours: dataclasses.replace(row, ours=ours)
+    for name, row in BAMBA_ROWS.items()
+    for ours in [
+        name.replace(".self_attention.", ".self_attention.attention.").replace(".mixer.", ".self_attention.mamba.")
+    ]
+}
 # Gate and up are one matrix; with experts the same MLP is the shared expert.
 GRANITE_HYBRID_ROWS = {
     **without_rows(BIASED_ROWS, ".mlp."),
@@ -331,6 +340,33 @@ HYBRIDS: tuple[Family, ...] = (
             "mamba_chunk_size z_loss_coefficient num_logits_to_keep layers_block_type layer_types".split()
         ),
         complete=complete_bamba,
+    ),
+    Family(
+        name="Falcon-H1",
+        model_type="falcon_h1",
+        model_class="FalconH1ForCausalLM",
+        flags=f"{LLAMA_FLAGS} --mamba-beside-attention",
+        sizes=SIZES,
+        settings=(
+            *USUAL, HEAD_WIDTH, *ATTENTION_BIAS, MLP_BIAS,
+            *build_mamba_settings(mamba_expand=""),
+            Setting("mamba_d_ssm", "--mamba-num-heads", "expansion", word="channels"),
+            Setting("projectors_bias", "--mamba-proj-bias", "switch", default=False),
+            Setting("mamba_rms_norm|mamba_norm_before_gate", "--mamba-gate-norm", "gate norm"),
+            Setting("embedding_multiplier", "--embedding-multiplier", default=1.0),
+            Setting("lm_head_multiplier", "--logit-multiplier", default=1.0),
+            Setting("key_multiplier", "--key-multiplier", default=1.0),
+            Setting("attention_in_multiplier", "--attention-input-multiplier", default=1.0),
+            Setting("attention_out_multiplier", "--attention-output-multiplier", default=1.0),
+            Setting("ssm_in_multiplier", "--mamba-input-multiplier", default=1.0),
+            Setting("ssm_out_multiplier", "--mamba-output-multiplier", default=1.0),
+            Setting("ssm_multipliers", "--mamba-section-multipliers", "multipliers"),
+            Setting("mlp_multipliers", "--activation-input-multiplier", "multipliers", word="--mlp-output-multiplier"),
+        ),
+        rows=tuple(FALCON_H1_ROWS.values()),
+        defaults=HYBRID_DEFAULTS["falcon_h1"],
+        idle=frozenset("mamba_chunk_size mamba_expand num_logits_to_keep layers_block_type layer_types".split()),
+        complete=complete_falcon_h1,
     ),
     Family(
         name="Granite 4",

@@ -28,7 +28,10 @@ from tests.unit.training.recipes.test_model_families import make
 
 pytest.importorskip("transformers")
 
-NAMES = ("Qwen3-Next", "Qwen 3.5", "Nemotron-H, Nemotron 3", "Mamba 2", "Bamba", "Granite 4")
+NAMES = (
+    "Qwen3-Next", "Qwen 3.5", "Nemotron-H, Nemotron 3", "Mamba 2", "Bamba", "Granite 4", "Falcon-H1", "OLMo Hybrid",
+    "Kimi Linear",
+)  # fmt: skip
 
 
 @pytest.mark.flags(
@@ -46,6 +49,60 @@ def test_each_option_of_granite_counts() -> None:
         hf, list_flags(hf), "--mamba-dt-min", "--mamba-dt-max", "--mamba-norm-epsilon", "--embedding-multiplier",
         "--residual-multiplier", "--logit-multiplier", "--softmax-scale",
     )  # fmt: skip
+
+
+@pytest.mark.flags(
+    "--attention-input-multiplier", "--attention-output-multiplier", "--mamba-input-multiplier",
+    "--mamba-output-multiplier", "--mamba-section-multipliers", "--key-multiplier", "--activation-input-multiplier",
+    "--mlp-output-multiplier", "--latent-norm-epsilon", "--linear-allow-neg-eigval",
+)  # fmt: skip
+def test_each_factor_of_falcon_counts_and_what_others_have_alone() -> None:
+    factors = (
+        "--attention-input-multiplier", "--attention-output-multiplier", "--mamba-input-multiplier",
+        "--mamba-output-multiplier", "--mamba-section-multipliers", "--key-multiplier",
+        "--activation-input-multiplier", "--mlp-output-multiplier", "--embedding-multiplier", "--logit-multiplier",
+    )  # fmt: skip
+    for name, flags in (
+        ("Falcon-H1", factors), ("Kimi Linear", ("--latent-norm-epsilon",)),
+        ("OLMo Hybrid", ("--linear-allow-neg-eigval", "--linear-norm-epsilon")),
+    ):  # fmt: skip
+        hf = make_model(name)
+        assert_each_flag_counts(hf, list_flags(hf), *flags)
+
+
+def test_published_names_and_parts_of_a_convolution(tmp_path: Path) -> None:
+    """Other names than transformers writes, and a convolution cut where queries, keys and values end."""
+    for name, written, published in (
+        ("OLMo Hybrid", "layers.1.feedforward_layer_norm", "layers.1.post_attention_layernorm"),
+        ("Kimi Linear", "layers.0.block_sparse_moe.", "layers.0.mlp."),
+    ):
+        path = tmp_path / name
+        make_model(name).save_pretrained(path)
+        file, expected = path / "model.safetensors", {}
+        for entry in open_source(path).entries:
+            expected[entry.key] = entry.join(open_source(path).read)
+        tensors = {each.replace(written, published): value for each, value in load_file(file).items()}
+        parts = [each for each in tensors if "q_conv1d" in each] if name == "OLMo Hybrid" else []
+        for first in parts:
+            names = [first.replace("q_conv1d", f"{letter}_conv1d") for letter in "qkv"]
+            whole = torch.cat([tensors[each] for each in names])
+            tensors |= {each: x.clone() for each, x in zip(names, whole.split([30, 30, 84]), strict=True)}
+        save_file(tensors, file)
+        source = open_source(path)
+        for entry in source.entries:
+            assert torch.equal(entry.join(source.read), expected[entry.key]), entry.key
+            box = tuple((0, size) for size in expected[entry.key].shape)
+            assert torch.equal(entry.read_box(box, source.read_box), expected[entry.key]), entry.key
+
+
+def test_layers_and_biases_that_contradict_are_refused() -> None:
+    kimi, falcon = find_family("kimi_linear"), find_family("falcon_h1")
+    fields = {"num_hidden_layers": 4, "linear_attn_config": {"full_attn_layers": [4], "kda_layers": [1, 2, 3]}}
+    assert "--hybrid-layer-pattern K-KEKE+E" in build_flags(kimi, fields)
+    with pytest.raises(ConfigError, match="each of the layers from 1 to 4 must be in one of the two"):
+        build_flags(kimi, fields | {"linear_attn_config": {"full_attn_layers": [4], "kda_layers": [1, 2]}})
+    with pytest.raises(ConfigError, match="projectors_bias is True in config.json, and mamba_proj_bias False"):
+        build_flags(falcon, {"projectors_bias": True})
 
 
 @pytest.mark.flags(
@@ -68,6 +125,7 @@ def test_every_bias_is_a_flag() -> None:
         assert any(each.endswith("conv1d.bias") for each in names) is not expected
 
 
+@pytest.mark.flags("--mamba-beside-attention", "--linear-gate-rank", "--output-norm-freq")
 @pytest.mark.parametrize("name", NAMES)
 def test_generation_is_theirs(name: str) -> None:
     """Token by token, with the state that each kind of layer keeps."""

@@ -18,6 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNet2
 from megatron.core.ssm.kimi_delta_attention import KimiDeltaAttention
 from megatron.core.ssm.mamba_mixer import MambaMixer
+from megatron.core.ssm.parallel_mixers import ParallelMixers, ParallelMixersSubmodules
 from megatron.core.ssm.state_mixer import StateMixer, get_state_mixer_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -99,6 +100,12 @@ def get_latent_attention_spec() -> ModuleSpec:
     )
 
 
+def get_parallel_mixers_spec() -> ModuleSpec:
+    """Return the spec of attention and Mamba-2 side by side."""
+    mixers = ParallelMixersSubmodules(get_self_attention_spec(), get_state_mixer_spec(MambaMixer))
+    return ModuleSpec(module=ParallelMixers, submodules=mixers)
+
+
 def get_gpt_layer_spec(*, multi_latent_attention: bool = False, names: WeightNames = "own") -> ModuleSpec:
     """Return the spec of a GPT layer, dense or with experts as its config says. names: of its weights."""
     return ModuleSpec(
@@ -112,7 +119,8 @@ def get_gpt_layer_spec(*, multi_latent_attention: bool = False, names: WeightNam
             post_mlp_layernorm=build_norm,
             # Both forms of the MLP: each layer takes one, by its number and the config's pattern.
             moe=get_moe_module_spec(),
-            other_kinds={name: get_state_mixer_spec(mixer) for name, mixer in STATE_MIXERS.items()},
+            other_kinds={name: get_state_mixer_spec(mixer) for name, mixer in STATE_MIXERS.items()}
+            | {"parallel": get_parallel_mixers_spec()},
             weight_names=names,
         ),
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.config_base import derived, flag
+from megatron.core.flag_texts import layer_pattern
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.setting import Needs
 
@@ -44,6 +45,9 @@ class ArchitectureFields(ModelParallelConfig):
     norm_placement: str = flag("input", choices=("input", "output", "both"), kind="shape")
     """Position of a layer's norms: on the input of attention and MLP (pre-norm), on their output before it joins the
     residual stream (OLMo 2), or on both (Gemma 2 and 3). The norm after the last layer is there in any case."""
+    output_norm_freq: int | list[int] | None = flag(None, parse=layer_pattern, kind="shape")
+    """Layers whose norms stand on the output, whatever --norm-placement says of the others: a number means every n-th,
+    a list has one entry per layer, 1 for these. Layers of --hybrid-layer-pattern are its letters (OLMo Hybrid)."""
     apply_residual_connection_post_layernorm: bool = flag(False, kind="function")
     """The residual path of attention and MLP starts behind the norm of their input instead of before it."""
     parallel_residual: bool = flag(False, kind="function")
@@ -54,6 +58,10 @@ class ArchitectureFields(ModelParallelConfig):
     """Factor on the output of the embedding; Gemma has sqrt(hidden size)."""
     residual_multiplier: float = flag(1.0, above=0, kind="function")
     """Factor on the output of attention and MLP before it joins the residual stream (Granite)."""
+    mlp_output_multiplier: float = flag(1.0, above=0, kind="function")
+    """Factor on the output of the MLP, and of experts, beside --residual-multiplier (Falcon-H1)."""
+    activation_input_multiplier: float = flag(1.0, above=0, kind="function")
+    """Factor on what the activation function reads, in an MLP and in experts (Falcon-H1)."""
     logit_multiplier: float = flag(1.0, above=0, kind="function")
     """Factor on the logits (Granite divides by a number, Cohere multiplies)."""
     persist_layer_norm: bool = flag(True, off_names=("--no-persist-layer-norm",), kind="kernel")
@@ -121,10 +129,11 @@ class ArchitectureFields(ModelParallelConfig):
                 "neither; use --cross-entropy-fusion-impl native, which computes the same loss"
             )
         # There would be no norm on the input for the residual path to start behind.
-        if self.apply_residual_connection_post_layernorm and self.norm_placement == "output":
+        has_output_norms = self.norm_placement == "output" or self.output_norm_freq is not None
+        if self.apply_residual_connection_post_layernorm and has_output_norms:
             yield (
                 "--apply-residual-connection-post-layernorm needs a norm before attention and MLP; "
-                "use --norm-placement input or both"
+                "use --norm-placement input or both, and leave out --output-norm-freq"
             )
         if self.apply_residual_connection_post_layernorm and self.parallel_residual:
             yield "--apply-residual-connection-post-layernorm and --parallel-residual contradict each other; keep one"

@@ -28,6 +28,8 @@ class LatentAttentionFields(PositionFields):
     """Channels of a query or key head that are rotated; all key heads have the same ones."""
     v_head_dim: int = flag(128, minimum=1, maximum=65536, kind="shape", needs=_LATENT)
     """Channels of a value head."""
+    latent_norm_epsilon: float | None = flag(None, above=0, kind="function", needs=_LATENT)
+    """Added to the mean square in the norms of latent vectors; --norm-epsilon when not given."""
 
     def derive(self) -> None:
         super().derive()

@@ -21,7 +21,11 @@ def _needs_letter(letters: str) -> Needs:
     )
 
 
-_MAMBA = _needs_letter("M")
+_BESIDE = Needs("--mamba-beside-attention", lambda run: run.mamba_beside_attention)
+_MAMBA = Needs(
+    "--hybrid-layer-pattern with the letter M, or --mamba-beside-attention",
+    lambda run: "M" in (run.hybrid_layer_pattern or "") or run.mamba_beside_attention,
+)
 _DELTA = Needs(
     "a gated delta net, --linear-attention-freq with --experimental-attention-variant or the letter G or K in "
     "--hybrid-layer-pattern",
@@ -44,6 +48,19 @@ class StateMixerFields(PositionFields):
     linear_attention_freq: int | list[int] | None = flag(None, parse=layer_pattern, kind="shape", needs=_VARIANT)
     """Layers of a GPT with linear attention: a number means every n-th has softmax attention and the others have not, a
     list has one entry per layer, 1 for linear attention."""
+    mamba_beside_attention: bool = flag(False, kind="shape")
+    """Each layer has a Mamba-2 mixer beside attention, both on the same normalised input; their outputs are added
+    (Falcon-H1). For decoders that letters describe, there is a layer for each instead."""
+    attention_input_multiplier: float = flag(1.0, above=0, kind="function", needs=_BESIDE)
+    """Factor on the input of attention that has Mamba-2 beside it."""
+    attention_output_multiplier: float = flag(1.0, above=0, kind="function", needs=_BESIDE)
+    """Factor on the output of attention that has Mamba-2 beside it."""
+    mamba_input_multiplier: float = flag(1.0, above=0, kind="function", needs=_BESIDE)
+    """Factor on the input of Mamba-2 beside attention."""
+    mamba_output_multiplier: float = flag(1.0, above=0, kind="function", needs=_BESIDE)
+    """Factor on the output of Mamba-2 beside attention."""
+    mamba_section_multipliers: list[float] | None = flag(None, nargs="+", above=0, kind="function", needs=_MAMBA)
+    """Factors on the five sections of a Mamba-2 layer's first product: z, x, B, C and dt; 1 when not given."""
     mamba_state_dim: int = flag(128, minimum=1, maximum=65536, kind="shape", needs=_MAMBA)
     """Numbers that a Mamba-2 layer keeps for each channel of a head (N)."""
     mamba_head_dim: int = flag(64, minimum=1, maximum=65536, kind="shape", needs=_MAMBA)
@@ -66,10 +83,13 @@ class StateMixerFields(PositionFields):
     mamba_proj_bias: bool = flag(False, kind="shape", needs=_MAMBA)
     """Biases in both projections of a Mamba-2 layer."""
     linear_allow_neg_eigval: bool = flag(False, kind="function", needs=_DELTA)
-    """The delta rule of a gated delta net writes with a strength between 0 and 2, twice the sigmoid (OLMo Hybrid): what
-    it changes in the state may then have negative eigenvalues (Grazzi et al., 2025)."""
+    """The delta rule of a gated delta net, and of Kimi delta attention, writes with a strength between 0 and 2, twice
+    the sigmoid (OLMo Hybrid): what it changes in the state may then have negative eigenvalues (Grazzi et al., 2025)."""
     linear_norm_epsilon: float | None = flag(None, above=0, kind="function", needs=_DELTA)
     """Added to the mean square in the norm of the heads of a gated delta net; --norm-epsilon when not given."""
+    linear_gate_rank: int | None = flag(None, minimum=1, maximum=65536, kind="shape", needs=_needs_letter("K"))
+    """Kimi delta attention makes its decay and its output's gate of vectors of so many numbers, by two matrices each
+    (Kimi Linear: as many as a head has channels); by one matrix each when not given."""
     linear_conv_kernel_dim: int = flag(4, minimum=1, maximum=64, kind="shape", needs=_DELTA)
     """Tokens that the convolution of a gated delta net reads."""
     linear_key_head_dim: int = flag(128, minimum=1, maximum=65536, kind="shape", needs=_DELTA)
@@ -95,12 +115,22 @@ class StateMixerFields(PositionFields):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         kinds, ranks = {branch.kind for branch in read_plan(self).branches()}, self.tensor_model_parallel_size
-        if "mamba" in kinds:
+        if kinds & {"mamba", "parallel"}:
             yield from self._mamba_problems(ranks)
         if kinds & {"gated_delta_net", "gated_delta_net_2", "kimi_delta"}:
             yield from self._delta_problems(ranks)
+        if "gated_delta_net_2" in kinds and self.linear_allow_neg_eigval:
+            yield (
+                "--linear-allow-neg-eigval doubles the strength of a head, and gdn2 has one for each channel; leave "
+                "one of them out"
+            )
         if "kimi_delta" in kinds:
             yield from self._kimi_problems()
+        if self.mamba_beside_attention and self.multi_latent_attention:
+            yield (
+                "--mamba-beside-attention stands beside packed heads, and --multi-latent-attention has none; leave one "
+                "out"
+            )
         is_named = self.linear_attention_freq is not None or self.hybrid_layer_pattern is not None
         if self.experimental_attention_variant not in (None, "dsa") and not is_named:
             yield (
@@ -122,7 +152,11 @@ class StateMixerFields(PositionFields):
                 f"{self.say('tensor_model_parallel_size')} cannot share {self.say('mamba_num_groups')}; use a divisor "
                 f"of {groups}, or a multiple of {ranks} groups"
             )
-
+        if self.mamba_section_multipliers is not None and len(self.mamba_section_multipliers) != 5:
+            yield (
+                f"--mamba-section-multipliers has {len(self.mamba_section_multipliers)} numbers; give 5, for z, x, B, "
+                "C and dt"
+            )
         if self.mamba_dt_max is not None and self.mamba_dt_max <= self.mamba_dt_min:
             yield f"{self.say('mamba_dt_max')} is not above {self.say('mamba_dt_min')}; raise it, or leave one out"
 
