@@ -94,7 +94,8 @@ class Engine:
         self.settings, self.vocab_size, self.drafter = settings, vocab_size, drafter
         self.runner = ModelRunner(model)
         longest = settings.max_sequence_length + (0 if drafter is None else drafter.most)
-        room = settings.capacity_tokens or settings.max_requests * longest
+        # In whole pages: texts do not share the rest of one.
+        room = settings.capacity_tokens or settings.max_requests * -(-longest // PAGE_TOKENS) * PAGE_TOKENS
         self.capacity_tokens = max(room, longest)
         # One page more is what the runner may need.
         pages = self.capacity_tokens + PAGE_TOKENS

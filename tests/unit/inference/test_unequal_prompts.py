@@ -130,6 +130,15 @@ def test_tokens_and_passes(kind: str, sampling: Sampling) -> None:
     assert calls[1:] == [sum(count > before for count in read_by) for before in range(1, max(read_by))]
 
 
+@pytest.mark.parametrize("most", [1, 11, 12, 17, 28])
+def test_texts_of_equal_length_do_not_wait_for_pages(most: int) -> None:
+    """A text of a few tokens more than a page needs another one, which no other text has left over."""
+    model, calls = model_of(""), []
+    model.decoder.register_forward_hook(lambda _, __, output: calls.append(output.shape[0] * output.shape[1]))
+    generate(model, texts_of(6, 6, 6), max_new_tokens=most, sampling=Sampling(greedy=True), vocab_size=60)
+    assert calls == [18, *[3] * (most - 1)]
+
+
 @pytest.mark.parametrize("kind", ["grouped queries, part of a head rotated", "latent vectors"])
 def test_each_text_keeps_its_right_drafts(kind: str) -> None:
     """A batch has as many passes as the text alone that has the most, and computes no text longer than alone."""
