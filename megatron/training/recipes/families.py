@@ -15,7 +15,6 @@ from megatron.core.errors import ConfigError
 from megatron.training.recipes.delta_families import DELTA_FAMILIES
 from megatron.training.recipes.family import Family, Row, Setting
 from megatron.training.recipes.family_defaults import (
-    DEFAULTS,
     complete_alternating,
     complete_deepseek_v2,
     complete_gemma,
@@ -73,7 +72,6 @@ from megatron.training.recipes.family_settings import (
     ROTARY_SHARE,
     ROUTED,
     SCORE_SCALE,
-    SIZES,
     SOFT_CAPS,
     TOP_K,
     TWO_BEST,
@@ -83,6 +81,7 @@ from megatron.training.recipes.family_settings import (
     WINDOW,
     WINDOW_LAYERS,
     build_deepseek,
+    build_family,
     build_gemma,
     build_llama,
     build_sizes,
@@ -91,16 +90,13 @@ from megatron.training.recipes.further_families import FURTHER
 from megatron.training.recipes.hybrid_families import HYBRIDS
 
 FAMILIES: tuple[Family, ...] = (
-    Family(
-        name="GPT-2, GPT-3",
-        model_type="gpt2",
-        model_class="GPT2LMHeadModel",
+    build_family(
+        "GPT-2, GPT-3", "gpt2", "GPT2LMHeadModel",
         flags="--openai-gelu",
         sizes=GPT2_SIZES,
         settings=(GPT2_EPSILON,),
-        rows=tuple(GPT2_ROWS.values()),
+        rows=GPT2_ROWS,
         is_rotary=False,
-        defaults=DEFAULTS["gpt2"],
         other_names={
             "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",
             "num_hidden_layers": "n_layer",
@@ -116,27 +112,23 @@ FAMILIES: tuple[Family, ...] = (
     ),
     build_llama(
         "Qwen 2", "qwen2", "Qwen2ForCausalLM",
-        flags=" --add-qkv-bias", settings=(HEAD_WIDTH, *QWEN_WINDOWS), rows=QKV_BIAS, complete=complete_qwen,
+        flags="--add-qkv-bias", settings=(HEAD_WIDTH, *QWEN_WINDOWS), rows=QKV_BIAS, complete=complete_qwen,
     ),
     build_llama(
         "Qwen 3", "qwen3", "Qwen3ForCausalLM",
-        flags=" --qk-layernorm", settings=(HEAD_WIDTH, *QWEN_WINDOWS), rows=QK_NORMS, complete=complete_qwen,
+        flags="--qk-layernorm", settings=(HEAD_WIDTH, *QWEN_WINDOWS), rows=QK_NORMS, complete=complete_qwen,
     ),
     build_llama(
         "Phi-3", "phi3", "Phi3ForCausalLM",
         settings=(HEAD_WIDTH, ROTARY_SHARE, WINDOW), rows=PHI3_ROWS, complete=complete_phi3,
     ),
-    Family(
-        name="OLMo 2",
-        model_type="olmo2",
-        model_class="Olmo2ForCausalLM",
+    build_family(
+        "OLMo 2", "olmo2", "Olmo2ForCausalLM",
         flags=f"{LLAMA_FLAGS} --norm-placement output --qk-layernorm --qk-norm-scope all",
-        sizes=SIZES,
         settings=(*USUAL, HEAD_WIDTH),
-        rows=tuple({
+        rows={
             **without_rows(LLAMA_ROWS, "input_layernorm", "pre_mlp_layernorm"), **OUTPUT_NORMS, **QK_NORMS,
-        }.values()),
-        defaults=DEFAULTS["olmo2"],
+        },
     ),
     build_llama(
         # Every fourth layer has no positions (Kazemnejad et al., 2023); theirs marks layers with 1 where they have
@@ -151,7 +143,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     build_gemma(
         "Gemma 2", "gemma2", "Gemma2ForCausalLM",
-        flags=" --norm-placement both",
+        flags="--norm-placement both",
         settings=(
             *SOFT_CAPS, SCORE_SCALE, WINDOW, WINDOW_LAYERS, ROTARY_BASE,
         ),
@@ -160,7 +152,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     build_gemma(
         "Gemma 3", "gemma3_text", "Gemma3ForCausalLM",
-        flags=" --norm-placement both --qk-layernorm",
+        flags="--norm-placement both --qk-layernorm",
         settings=(
             *SOFT_CAPS, SCORE_SCALE, WINDOW, WINDOW_LAYERS,
             Setting("rope_parameters.full_attention.rope_theta|rope_theta", "--rotary-base", default=10000),
@@ -171,44 +163,32 @@ FAMILIES: tuple[Family, ...] = (
         rope={"full_attention": {"rope_theta": 1000000.0}, "sliding_attention": {"rope_theta": 10000.0}},
         idle=frozenset(("sliding_window_pattern", "_sliding_window_pattern")), complete=complete_gemma3,
     ),
-    Family(
-        name="Nemotron",
-        model_type="nemotron",
-        model_class="NemotronForCausalLM",
+    build_family(
+        "Nemotron", "nemotron", "NemotronForCausalLM",
         flags="--squared-relu --apply-layernorm-1p --disable-bias-linear",
-        sizes=SIZES,
         settings=(UNTIED, NEMOTRON_EPSILON, ROTARY_BASE, ROTARY_SHARE, HEAD_WIDTH),
-        rows=tuple(NEMOTRON_ROWS.values()),
-        defaults=DEFAULTS["nemotron"],
+        rows=NEMOTRON_ROWS,
         rope=HALF_ROTATED,
     ),
-    Family(
-        name="GPT-NeoX, Pythia",
-        model_type="gpt_neox",
-        model_class="GPTNeoXForCausalLM",
-        flags="",
+    build_family(
+        "GPT-NeoX, Pythia", "gpt_neox", "GPTNeoXForCausalLM",
         sizes=build_sizes(),
         settings=(*GPT_NEOX_USUAL, Setting("use_parallel_residual", "--parallel-residual", "switch", default=False)),
-        rows=tuple(GPT_NEOX_ROWS.values()),
-        defaults=DEFAULTS["gpt_neox"],
+        rows=GPT_NEOX_ROWS,
         rope={"rope_theta": 10000.0, "partial_rotary_factor": 0.25},
     ),
-    Family(
-        name="gpt-oss",
-        model_type="gpt_oss",
-        model_class="GptOssForCausalLM",
+    build_family(
+        "gpt-oss", "gpt_oss", "GptOssForCausalLM",
         flags="--normalization RMSNorm --quick-geglu --activation-func-clamp-value 7 --glu-linear-offset 1 "
         "--softmax-type learnable --moe-router-add-bias",
-        sizes=SIZES,
         settings=(
             *USUAL, HEAD_WIDTH, WINDOW, WINDOW_LAYERS, Setting("num_local_experts", "--num-experts"), TOP_K,
         ),
-        rows=tuple({
+        rows={
             **without_rows(LLAMA_ROWS, ".mlp."), **QKV_BIAS, **GPT_OSS_EXPERTS,
             **rename_rows(OURS, THEIRS, {"self_attention.linear_proj": "self_attn.o_proj"}, "bias"),
             **build_rows(Row(f"{OURS}self_attention.core_attention.softmax_offset", (f"{THEIRS}self_attn.sinks",))),
-        }.values()),
-        defaults=DEFAULTS["gpt_oss"],
+        },
         rope={"rope_theta": 150000.0},
         other_names={"num_experts": "num_local_experts"},
         complete=complete_gpt_oss,
@@ -220,7 +200,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     build_llama(
         "Qwen 2 MoE", "qwen2_moe", "Qwen2MoeForCausalLM",
-        flags=" --add-qkv-bias --moe-shared-expert-gate",
+        flags="--add-qkv-bias --moe-shared-expert-gate",
         settings=(
             Setting("num_experts", "--num-experts"), TOP_K, EXPERT_WIDTH, UNNORMALISED,
             Setting("shared_expert_intermediate_size", "--moe-shared-expert-intermediate-size"), HEAD_WIDTH,
@@ -234,7 +214,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     build_llama(
         "Qwen 3 MoE", "qwen3_moe", "Qwen3MoeForCausalLM",
-        flags=" --qk-layernorm",
+        flags="--qk-layernorm",
         settings=(
             HEAD_WIDTH, Setting("num_experts", "--num-experts"), TOP_K, EXPERT_WIDTH, UNNORMALISED,
             QWEN_WINDOWS[0],
@@ -244,28 +224,30 @@ FAMILIES: tuple[Family, ...] = (
     ),
     build_llama(
         "OLMoE", "olmoe", "OlmoeForCausalLM",
-        flags=" --qk-layernorm --qk-norm-scope all",
+        flags="--qk-layernorm --qk-norm-scope all",
         # The width of an expert is called like that of a dense MLP.
         settings=(HEAD_WIDTH, Setting("num_experts", "--num-experts"), TOP_K, UNNORMALISED),
         rows={**QK_NORMS, **EXPERTS},
         other_names={"num_local_experts": "num_experts"}, expects={"sliding_window": None},
     ),
     build_deepseek(
-        "DeepSeek V2", "deepseek_v2", "DeepseekV2ForCausalLM", "--moe-router-pre-softmax",
+        "DeepSeek V2", "deepseek_v2", "DeepseekV2ForCausalLM",
+        flags="--moe-router-pre-softmax",
         settings=(*EXPERT_GROUPS, Setting("topk_method", "--moe-router-group-score", "group score", default="greedy")),
-        other_names={"num_experts": "n_routed_experts"}, expects={"scoring_func": "softmax"},
+        other_names={"num_experts": "n_routed_experts"}, expects={"moe_layer_freq": 1, "scoring_func": "softmax"},
         complete=complete_deepseek_v2,
     ),
     build_deepseek(
         "DeepSeek V3, Kimi K2", "deepseek_v3", "DeepseekV3ForCausalLM",
-        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+        flags="--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
         aliases=("kimi_k2",), settings=(*EXPERT_GROUPS, TWO_BEST, FURTHER_TOKENS),
         rows=EXPERT_BIAS | PREDICTION_ROWS,
-        other_names=ROUTED, expects={"topk_method": "noaux_tc", "scoring_func": "sigmoid"}, complete=complete_latent,
+        other_names=ROUTED, complete=complete_latent,
+        expects={"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     ),
     build_llama(
         "GLM 4.5", "glm4_moe", "Glm4MoeForCausalLM",
-        flags=" --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+        flags="--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
         settings=(
             ROTARY_SHARE, HEAD_WIDTH, *DEEPSEEK_EXPERTS, *EXPERT_GROUPS, TWO_BEST, FURTHER_TOKENS,
             Setting("attention_bias", "--add-qkv-bias", "switch", default=False),
@@ -276,15 +258,12 @@ FAMILIES: tuple[Family, ...] = (
         },
         rope=HALF_ROTATED, other_names=ROUTED,
     ),
-    Family(
-        name="Llama 4",
-        model_type="llama4_text",
-        model_class="Llama4ForCausalLM",
+    build_family(
+        "Llama 4", "llama4_text", "Llama4ForCausalLM",
         flags=f"--rotary-interleaved {LLAMA_FLAGS} --moe-router-score-function sigmoid --moe-apply-probs-on-input",
         sizes=LLAMA4_SIZES,
         settings=(*USUAL, HEAD_WIDTH, *LLAMA4_ATTENTION, *LLAMA4_EXPERTS),
-        rows=tuple(LLAMA4_ROWS.values()),
-        defaults=DEFAULTS["llama4_text"],
+        rows=LLAMA4_ROWS,
         rope={"rope_theta": 500000.0},
         complete=complete_llama4,
     ),

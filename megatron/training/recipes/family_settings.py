@@ -6,9 +6,10 @@ another one's. `families.py` and `hybrid_families.py` put them together; `family
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron.training.recipes.family import Family, Setting
+from megatron.training.recipes.family import Family, Row, Setting
 from megatron.training.recipes.family_defaults import DEFAULTS
 from megatron.training.recipes.family_rows import LATENT_ROWS, LLAMA_ROWS, SHARED_EXPERTS
 
@@ -148,48 +149,34 @@ ROUTED = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_
 HALF_ROTATED = {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 
 
-def build_gemma(name: str, model_type: str, model_class: str, **parts: Any) -> Family:
-    return Family(
-        name=name,
-        model_type=model_type,
-        model_class=model_class,
-        flags=f"{GEMMA_FLAGS}{parts.pop('flags', '')}",
-        sizes=SIZES,
-        settings=(UNTIED, NORM_EPSILON, HEAD_WIDTH, EMBEDDING_MULTIPLIER, *parts.pop("settings", ())),
-        rows=tuple({**LLAMA_ROWS, **parts.pop("rows", {})}.values()),
-        defaults=DEFAULTS[model_type],
-        **parts,
-    )
+def start_from(
+    flags: str, settings: tuple[Setting, ...], rows: Mapping[str, Row], **usual: Any
+) -> Callable[..., Family]:
+    """A function of a family's name, model_type, model_class and parts; flags, settings and rows are added to these,
+    and other parts replace those of `usual`."""
+
+    def build(name: str, model_type: str, model_class: str, **parts: Any) -> Family:
+        return Family(
+            name=name,
+            model_type=model_type,
+            model_class=model_class,
+            flags=f"{flags} {parts.pop('flags', '')}".strip(),
+            settings=(*settings, *parts.pop("settings", ())),
+            rows=tuple({**rows, **parts.pop("rows", {})}.values()),
+            **{"sizes": SIZES, "defaults": DEFAULTS.get(model_type), **usual, **parts},
+        )
+
+    return build
 
 
-def build_llama(name: str, model_type: str, model_class: str, **parts: Any) -> Family:
-    """What differs from Llama; Mistral, Qwen and many others start from it."""
-    return Family(
-        name=name,
-        model_type=model_type,
-        model_class=model_class,
-        flags=f"{LLAMA_FLAGS}{parts.pop('flags', '')}",
-        sizes=SIZES,
-        settings=(*USUAL, *parts.pop("settings", ())),
-        rows=tuple({**LLAMA_ROWS, **parts.pop("rows", {})}.values()),
-        defaults=DEFAULTS[model_type],
-        **parts,
-    )
-
-
-def build_deepseek(name: str, model_type: str, model_class: str, flags: str, **parts: Any) -> Family:
-    """Latent attention, and experts behind a few dense layers."""
-    return Family(
-        name=name,
-        model_type=model_type,
-        model_class=model_class,
-        flags=f"--multi-latent-attention --qk-layernorm {LLAMA_FLAGS} {flags}",
-        sizes=LATENT_SIZES,
-        settings=(*USUAL, *LATENT, *DEEPSEEK_EXPERTS, *parts.pop("settings", ())),
-        rows=tuple({**LATENT_ROWS, **SHARED_EXPERTS, **parts.pop("rows", {})}.values()),
-        defaults=DEFAULTS[model_type],
-        # The class makes these two of others.
-        idle=frozenset(("head_dim", "qk_head_dim")),
-        expects={"moe_layer_freq": 1, **parts.pop("expects")},
-        **parts,
-    )
+build_family = start_from("", (), {})
+# Mistral, Qwen and many others start from Llama.
+build_llama = start_from(LLAMA_FLAGS, USUAL, LLAMA_ROWS)
+build_gemma = start_from(GEMMA_FLAGS, (UNTIED, NORM_EPSILON, HEAD_WIDTH, EMBEDDING_MULTIPLIER), LLAMA_ROWS)
+# Latent attention, and experts behind a few dense layers.
+build_deepseek = start_from(
+    f"--multi-latent-attention --qk-layernorm {LLAMA_FLAGS}", (*USUAL, *LATENT, *DEEPSEEK_EXPERTS),
+    LATENT_ROWS | SHARED_EXPERTS, sizes=LATENT_SIZES,
+    # The class makes these two of others.
+    idle=frozenset(("head_dim", "qk_head_dim")),
+)  # fmt: skip

@@ -5,32 +5,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron.training.recipes.family import Family, Setting
+from megatron.training.recipes.family import Family, Row, Setting
 from megatron.training.recipes.family_defaults import Fields, list_layers, size, without
 from megatron.training.recipes.family_rows import (
     BIASED_ROWS,
-    EXPERT_BIAS,
-    LLAMA_ROWS,
     MIXTRAL_EXPERTS,
     MLP_BIASES,
+    OURS,
     QK_NORMS,
     STARCODER2_ROWS,
     THEIRS,
+    build_rows,
 )
 from megatron.training.recipes.family_settings import (
     ATTENTION_BIAS,
     GRANITE_MULTIPLIERS,
     HEAD_WIDTH,
-    LLAMA_FLAGS,
     MLP_BIAS,
     ROTARY_BASE,
     ROTARY_SHARE,
-    SIZES,
     TOP_K,
     UNTIED,
-    USUAL,
     WINDOW,
     WINDOW_LAYERS,
+    build_family,
+    build_llama,
 )
 
 _DEFAULTS: Mapping[str, Fields] = {
@@ -72,72 +71,49 @@ def _complete_minimax_m2(fields: Fields) -> Fields:
 
 
 FURTHER: tuple[Family, ...] = (
-    Family(
-        name="Granite 3",
-        model_type="granite",
-        model_class="GraniteForCausalLM",
-        flags=LLAMA_FLAGS,
-        sizes=SIZES,
-        settings=(*USUAL, HEAD_WIDTH, *ATTENTION_BIAS, MLP_BIAS, *GRANITE_MULTIPLIERS),
-        rows=tuple({**BIASED_ROWS, **MLP_BIASES}.values()),
+    build_llama(
+        "Granite 3", "granite", "GraniteForCausalLM",
+        settings=(HEAD_WIDTH, *ATTENTION_BIAS, MLP_BIAS, *GRANITE_MULTIPLIERS),
+        rows={**BIASED_ROWS, **MLP_BIASES},
         defaults=_DEFAULTS["granite"],
     ),
-    Family(
-        name="Seed-OSS",
-        model_type="seed_oss",
-        model_class="SeedOssForCausalLM",
-        flags=LLAMA_FLAGS,
-        sizes=SIZES,
+    build_llama(
+        "Seed-OSS", "seed_oss", "SeedOssForCausalLM",
         settings=(
-            *USUAL, HEAD_WIDTH, MLP_BIAS, ATTENTION_BIAS[0],
+            HEAD_WIDTH, MLP_BIAS, ATTENTION_BIAS[0],
             Setting("attention_out_bias", "--add-attention-output-bias", "switch", default=False),
         ),
-        rows=tuple({**BIASED_ROWS, **MLP_BIASES}.values()),
+        rows={**BIASED_ROWS, **MLP_BIASES},
         defaults=_DEFAULTS["seed_oss"],
         idle=frozenset(("residual_dropout",)),
     ),
-    Family(
-        name="Ministral",
-        model_type="ministral",
-        model_class="MinistralForCausalLM",
-        flags=LLAMA_FLAGS,
-        sizes=SIZES,
-        settings=(*USUAL, HEAD_WIDTH, WINDOW, WINDOW_LAYERS),
-        rows=tuple(LLAMA_ROWS.values()),
+    build_llama(
+        "Ministral", "ministral", "MinistralForCausalLM",
+        settings=(HEAD_WIDTH, WINDOW, WINDOW_LAYERS),
         defaults=_DEFAULTS["ministral"],
         complete=_complete_ministral,
     ),
-    Family(
-        name="Starcoder 2",
-        model_type="starcoder2",
-        model_class="Starcoder2ForCausalLM",
+    build_family(
+        "Starcoder 2", "starcoder2", "Starcoder2ForCausalLM",
         flags="--openai-gelu",
-        sizes=SIZES,
         settings=(
             UNTIED, ROTARY_BASE, Setting("norm_epsilon", "--norm-epsilon", default=1e-5), HEAD_WIDTH, WINDOW,
             Setting("use_bias", "--disable-bias-linear", "inverted switch", default=True),
         ),
-        rows=tuple(STARCODER2_ROWS.values()),
+        rows=STARCODER2_ROWS,
         defaults=_DEFAULTS["starcoder2"],
         idle=frozenset(("residual_dropout", "embedding_dropout")),
     ),
-    Family(
-        name="MiniMax M2",
-        model_type="minimax_m2",
-        model_class="MiniMaxM2ForCausalLM",
-        flags=f"{LLAMA_FLAGS} --qk-layernorm --qk-norm-scope all --moe-router-score-function sigmoid "
-        "--moe-router-enable-expert-bias",
-        sizes=SIZES,
-        settings=(*USUAL, HEAD_WIDTH, ROTARY_SHARE, Setting("num_local_experts", "--num-experts"), TOP_K),
-        rows=tuple(
-            {
-                name: (
-                    row if name not in EXPERT_BIAS
-                    else type(row)(row.ours, (f"{THEIRS}block_sparse_moe.e_score_correction_bias",))
-                )
-                for name, row in {**LLAMA_ROWS, **QK_NORMS, **MIXTRAL_EXPERTS, **EXPERT_BIAS}.items()
-            }.values()
-        ),
+    build_llama(
+        "MiniMax M2", "minimax_m2", "MiniMaxM2ForCausalLM",
+        flags="--qk-layernorm --qk-norm-scope all --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+        settings=(HEAD_WIDTH, ROTARY_SHARE, Setting("num_local_experts", "--num-experts"), TOP_K),
+        rows={
+            **QK_NORMS, **MIXTRAL_EXPERTS,
+            **build_rows(
+                Row(f"{OURS}mlp.router.expert_bias", (f"{THEIRS}block_sparse_moe.e_score_correction_bias",))
+            ),
+        },
         defaults=_DEFAULTS["minimax_m2"],
         other_names={"num_experts": "num_local_experts"},
         complete=_complete_minimax_m2,
