@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from megatron.core.errors import ConfigError
@@ -17,38 +18,25 @@ class Tokenizer(ABC):
     Ids are Python ints in `[0, max_id]`. A special token that the tokenizer does not have is None.
     """
 
+    vocab_size: int
+    """Number of tokens, added and special ones included, before padding."""
+    eod: int | None
+    """Id that ends a document (`--append-eod`)."""
+    pad: int | None
+    """Id that fills up short samples; -1 or None where the tokenizer has none."""
+    bos: int | None = None
+    """Id that begins a text."""
+    unique_identifiers: Mapping[str, str]
+    """Facts that tell this tokenizer from every other one, for names of cached indices."""
+    special_token_texts: Mapping[str, str] = MappingProxyType({})
+    """Text of each special token by role (bos_token, eos_token, ...), for chat templates."""
     chat_template: str | None = None
     """Jinja template that turns a conversation into text."""
-
-    @property
-    @abstractmethod
-    def vocab_size(self) -> int:
-        """Number of tokens, added and special ones included, before padding."""
-
-    @property
-    @abstractmethod
-    def eod(self) -> int | None:
-        """Id that ends a document (`--append-eod`)."""
-
-    @property
-    @abstractmethod
-    def pad(self) -> int | None:
-        """Id that fills up short samples; -1 or None where the tokenizer has none."""
-
-    @property
-    def bos(self) -> int | None:
-        """Id that begins a text."""
-        return None
 
     @property
     def max_id(self) -> int:
         """Largest id that `tokenize` can return; it decides whether 16 bits are enough in a .bin file."""
         return self.vocab_size - 1
-
-    @property
-    @abstractmethod
-    def unique_identifiers(self) -> dict[str, str]:
-        """Facts that tell this tokenizer from every other one, for names of cached indices."""
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
@@ -62,11 +50,6 @@ class Tokenizer(ABC):
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens shown as text."""
 
-    @property
-    def special_token_texts(self) -> dict[str, str]:
-        """Text of each special token by role (bos_token, eos_token, ...), for chat templates."""
-        return {}
-
     def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = False, **variables: Any) -> str:
         """The text of a conversation, as the chat template writes it.
 
@@ -74,7 +57,7 @@ class Tokenizer(ABC):
         """
         if self.chat_template is None:
             raise ConfigError("the tokenizer has no chat template; give one with --chat-template")
-        names = self.special_token_texts | variables
+        names = {**self.special_token_texts, **variables}
         return render_template(self.chat_template, messages, add_generation_prompt=add_generation_prompt, **names)
 
     def apply_chat_template(

@@ -56,45 +56,21 @@ class HuggingFaceTokenizer(Tokenizer):
         self.backend = backend
         self.include_special_tokens = include_special_tokens
         self.source = source
-        self._digest = digest
-        self._special_tokens = dict(special_tokens)
-        self._special_ids = {role: backend.token_to_id(token) for role, token in special_tokens.items()}
-        self._vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self._max_id = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
+        self.special_token_texts = dict(special_tokens)
+        ids = {role: backend.token_to_id(token) for role, token in special_tokens.items()}
+        # BERT-like vocabularies have no end of sequence: their separator ends documents.
+        self.eod = _first_of(ids, "eos_token", "sep_token")
+        self.bos = _first_of(ids, "bos_token", "cls_token")
+        self.pad = _first_of(ids, "pad_token")
+        self.unique_identifiers = {
+            "class": type(self).__name__, "content": digest, "include_special_tokens": str(include_special_tokens),
+        }  # fmt: skip
 
     @property
     def max_id(self) -> int:
         return self._max_id
-
-    @property
-    def eod(self) -> int | None:
-        """The end-of-sequence token; a tokenizer without one ends documents with its separator."""
-        # BERT-like vocabularies have no end of sequence.
-        return self._first_of("eos_token", "sep_token")
-
-    @property
-    def bos(self) -> int | None:
-        return self._first_of("bos_token", "cls_token")
-
-    @property
-    def pad(self) -> int | None:
-        return self._first_of("pad_token")
-
-    @property
-    def special_token_texts(self) -> dict[str, str]:
-        return self._special_tokens
-
-    @property
-    def unique_identifiers(self) -> dict[str, str]:
-        return {
-            "class": type(self).__name__,
-            "content": self._digest,
-            "include_special_tokens": str(self.include_special_tokens),
-        }
 
     def tokenize(self, text: str) -> list[int]:
         return cast("list[int]", self._encode(text, self.include_special_tokens).ids)
@@ -120,8 +96,10 @@ class HuggingFaceTokenizer(Tokenizer):
         except Exception as error:
             raise DataError(f"the tokenizer {self.source} cannot encode the text {text[:40]!r}: {error}") from error
 
-    def _first_of(self, *roles: str) -> int | None:
-        return next((self._special_ids[role] for role in roles if self._special_ids.get(role) is not None), None)
+
+def _first_of(ids: Mapping[str, int | None], *roles: str) -> int | None:
+    """The id of the first of these roles that a tokenizer has a token for; None where it has none."""
+    return next((ids[role] for role in roles if ids.get(role) is not None), None)
 
 
 def huggingface_tokenizer(

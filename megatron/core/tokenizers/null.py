@@ -13,30 +13,11 @@ class NullTokenizer(Tokenizer):
     """Ids written as decimal numbers, separated by white space; the last id of the vocabulary ends a document."""
 
     def __init__(self, vocab_size: int, eod_id: int | None = None, pad_id: int = -1) -> None:
-        self._vocab_size = vocab_size
-        self._eod = vocab_size - 1 if eod_id is None else eod_id
-        self._pad = pad_id
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def eod(self) -> int:
-        return self._eod
-
-    @property
-    def pad(self) -> int:
-        return self._pad
-
-    @property
-    def unique_identifiers(self) -> dict[str, str]:
-        return {
-            "class": type(self).__name__,
-            "vocab_size": str(self._vocab_size),
-            "eod_id": str(self._eod),
-            "pad_id": str(self._pad),
-        }
+        self.vocab_size = vocab_size
+        self.eod = vocab_size - 1 if eod_id is None else eod_id
+        self.pad = pad_id
+        numbers = {"vocab_size": vocab_size, "eod_id": self.eod, "pad_id": pad_id}
+        self.unique_identifiers = {"class": type(self).__name__, **{name: str(n) for name, n in numbers.items()}}
 
     def tokenize(self, text: str) -> list[int]:
         ids = []
@@ -45,8 +26,8 @@ class NullTokenizer(Tokenizer):
             if not (word.isascii() and word.isdigit() and len(word) <= 18):
                 raise DataError(f"NullTokenizer reads token ids separated by spaces, found {word[:40]!r}")
             token_id = int(word)
-            if token_id >= self._vocab_size:
-                raise DataError(f"token id {token_id} is outside --vocab-size {self._vocab_size}")
+            if token_id >= self.vocab_size:
+                raise DataError(f"token id {token_id} is outside --vocab-size {self.vocab_size}")
             ids.append(token_id)
         return ids
 

@@ -36,47 +36,26 @@ class SentencePieceTokenizer(Tokenizer):
     ) -> None:
         self._processor = processor
         self._num_pieces: int = processor.vocab_size()
-        self._vocab_size = self._num_pieces
+        self.vocab_size = self._num_pieces
         self._added_ids: dict[str, int] = {}
         for token in added_tokens:
             piece_id = processor.piece_to_id(token)
             if piece_id == processor.unk_id():
-                piece_id = self._vocab_size
-                self._vocab_size += 1
+                piece_id = self.vocab_size
+                self.vocab_size += 1
             self._added_ids[token] = piece_id
         self._added_texts = {token_id: token for token, token_id in self._added_ids.items()}
         # In a regular expression the first alternative wins, so `<a>` must not come before `<a>b`.
         longest_first = sorted(added_tokens, key=len, reverse=True)
         self._added = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if added_tokens else None
         self._separator_id: int = processor.piece_to_id(_SEPARATOR)
-        self._digest = digest
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def eod(self) -> int | None:
-        return _known(self._processor.eos_id())
-
-    @property
-    def bos(self) -> int | None:
-        return _known(self._processor.bos_id())
-
-    @property
-    def pad(self) -> int:
-        return int(self._processor.pad_id())
-
-    @property
-    def special_token_texts(self) -> dict[str, str]:
-        ids = {"bos_token": self.bos, "eos_token": self.eod, "unk_token": self._processor.unk_id()}
-        if self.pad >= 0:
-            ids["pad_token"] = self.pad
-        return {role: self._processor.id_to_piece(token_id) for role, token_id in ids.items() if token_id is not None}
-
-    @property
-    def unique_identifiers(self) -> dict[str, str]:
-        return {"class": type(self).__name__, "content": self._digest, "added_tokens": str(list(self._added_ids))}
+        self.eod, self.bos = _known(processor.eos_id()), _known(processor.bos_id())
+        self.pad = int(processor.pad_id())
+        ids = {"bos_token": self.bos, "eos_token": self.eod, "unk_token": processor.unk_id(),
+               "pad_token": _known(self.pad)}  # fmt: skip
+        self.special_token_texts = {role: processor.id_to_piece(n) for role, n in ids.items() if n is not None}
+        added = str(list(self._added_ids))
+        self.unique_identifiers = {"class": type(self).__name__, "content": digest, "added_tokens": added}
 
     def tokenize(self, text: str) -> list[int]:
         if self._added is None:

@@ -38,36 +38,13 @@ class TikTokenizer(Tokenizer):
 
     def __init__(self, encoding: Any, special_ids: Mapping[str, int], vocab_size: int, *, digest: str = "") -> None:
         self._encoding = encoding
-        self._special = special_ids
         self._allowed = set(special_ids)
         self._num_known = encoding.n_vocab
-        self._vocab_size = vocab_size
-        self._digest = digest
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def eod(self) -> int:
-        return self._special["</s>"]
-
-    @property
-    def bos(self) -> int:
-        return self._special["<s>"]
-
-    @property
-    def pad(self) -> int:
-        return self._special["<pad>"]
-
-    @property
-    def special_token_texts(self) -> dict[str, str]:
+        self.vocab_size = vocab_size
+        self.eod, self.bos, self.pad = (special_ids[token] for token in ("</s>", "<s>", "<pad>"))
         roles = ("unk", "bos", "eos", "mask", "pad", "cls", "sep")
-        return {f"{role}_token": token for role, token in zip(roles, SPECIAL_TOKENS, strict=True)}
-
-    @property
-    def unique_identifiers(self) -> dict[str, str]:
-        return {"class": type(self).__name__, "content": self._digest, "vocab_size": str(self._vocab_size)}
+        self.special_token_texts = {f"{role}_token": token for role, token in zip(roles, SPECIAL_TOKENS, strict=True)}
+        self.unique_identifiers = {"class": type(self).__name__, "content": digest, "vocab_size": str(vocab_size)}
 
     def tokenize(self, text: str) -> list[int]:
         try:

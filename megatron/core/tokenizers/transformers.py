@@ -26,39 +26,22 @@ class TransformersTokenizer(Tokenizer):
 
     def __init__(self, inner: Any, *, digest: str, include_special_tokens: bool = True) -> None:
         self._inner = inner
-        self._digest = digest
         self._include_special_tokens = include_special_tokens
         self._max_id: int = max(inner.get_vocab().values(), default=-1)
         self.chat_template = inner.chat_template if isinstance(inner.chat_template, str) else None
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self._inner)
+        self.vocab_size = len(inner)
+        texts = inner.special_tokens_map.items()
+        self.special_token_texts = {role: str(token) for role, token in texts if isinstance(token, str)}
+        self.eod = self._first_of("eos_token_id", "sep_token_id")
+        self.bos = self._first_of("bos_token_id", "cls_token_id")
+        self.pad = self._first_of("pad_token_id")
+        self.unique_identifiers = {
+            "class": type(self).__name__, "content": digest, "include_special_tokens": str(include_special_tokens),
+        }  # fmt: skip
 
     @property
     def max_id(self) -> int:
         return self._max_id
-
-    @property
-    def eod(self) -> int | None:
-        return self._first_of("eos_token_id", "sep_token_id")
-
-    @property
-    def bos(self) -> int | None:
-        return self._first_of("bos_token_id", "cls_token_id")
-
-    @property
-    def pad(self) -> int | None:
-        return self._first_of("pad_token_id")
-
-    @property
-    def special_token_texts(self) -> dict[str, str]:
-        return {role: str(token) for role, token in self._inner.special_tokens_map.items() if isinstance(token, str)}
-
-    @property
-    def unique_identifiers(self) -> dict[str, str]:
-        included = str(self._include_special_tokens)
-        return {"class": type(self).__name__, "content": self._digest, "include_special_tokens": included}
 
     def tokenize(self, text: str) -> list[int]:
         return self._encode(text, self._include_special_tokens)
