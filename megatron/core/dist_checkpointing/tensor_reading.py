@@ -14,7 +14,6 @@ then refused, and whoever loads another one fills them again.
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import threading
 from collections import Counter, deque
@@ -24,18 +23,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from megatron.core.dist_checkpointing.checksums import Segment, join_checksums, list_segments
 from megatron.core.dist_checkpointing.load_exchange import Read, SharedReads, choose_readers, exchange
-from megatron.core.dist_checkpointing.load_plan import ShardLoadPlanner, UpstreamLoadPlanner
+from megatron.core.dist_checkpointing.load_plan import list_reads, read_slice
 from megatron.core.dist_checkpointing.manifest import DamagedCheckpointError, FileRecord, compare_checksums
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata, refuse_outside
 from megatron.core.dist_checkpointing.shard_files import Fill, SavedBox, compute_range_checksum, read_boxes
 from megatron.core.dist_checkpointing.torch_dist import METADATA_NAME, dcp_errors, join_ranks
-from megatron.core.dist_checkpointing.validation import KeyReport
+from megatron.core.dist_checkpointing.upstream_dist import translate_table
+from megatron.core.dist_checkpointing.validation import KeyReport, WantedTensors, judge_wanted, list_wanted
 from megatron.core.errors import CheckpointError
 from megatron.core.process_groups_config import Group
 
@@ -56,13 +55,19 @@ def read_tensors(
 ) -> KeyReport:
     """Fill the tensors of all members of `group` from the checkpoint in `directory`; returns what was tolerated.
 
-    valid_rows, may_lack, may_have_more: see ShardLoadPlanner. unverified: files that are to be compared with these
-    records on the way; they are then read whole, each byte of them by one process at least. replicas: groups whose
-    members read a share each of what all of them want, and exchange it. Raises CheckpointError on every member,
-    DamagedCheckpointError where a file is not as its record says; the tensors may then be filled with anything.
+    valid_rows: see validation.list_wanted. may_lack, may_have_more: see validation.judge_wanted. unverified: files that
+    are to be compared with these records on the way; they are then read whole, each byte of them by one process at
+    least. replicas: groups whose members read a share each of what all of them want, and exchange it. Raises
+    CheckpointError on every member, DamagedCheckpointError where a file is not as its record says; the tensors may then
+    be filled with anything.
     """
-    planner = ShardLoadPlanner(valid_rows, may_lack=may_lack, may_have_more=may_have_more)
-    return _read(directory, tensors, group, planner, unverified or {}, replicas)
+
+    def plan(metadata: Metadata) -> _Plan:
+        wanted, sources = list_wanted(tensors.values(), metadata, valid_rows)
+        reads = [read for key, saved in sources.items() for read in list_reads(tensors[key], saved, metadata)]
+        return _Plan(metadata, metadata, wanted, reads)
+
+    return _read(directory, group, plan, may_lack, may_have_more, unverified or {}, replicas)
 
 
 def read_upstream_tensors(
@@ -74,73 +79,78 @@ def read_upstream_tensors(
     may_have_more: bool = False,
     replicas: Sequence[Group] = (),
 ) -> KeyReport:
-    """The same from a checkpoint that upstream wrote."""
-    planner = UpstreamLoadPlanner(may_lack=may_lack, may_have_more=may_have_more)
-    return _read(directory, tensors, group, planner, {}, replicas)
+    """The same from a checkpoint that upstream wrote, which says nowhere which rows are padding."""
+
+    def plan(metadata: Metadata) -> _Plan:
+        table = translate_table(metadata)
+        wanted, sources = list_wanted(tensors.values(), table.metadata, {})
+        reads = [
+            read_slice(read, table.slices[saved])
+            for key, saved in sources.items()
+            for read in list_reads(tensors[key], saved, table.metadata)
+        ]
+        return _Plan(metadata, table.metadata, wanted, reads)
+
+    return _read(directory, group, plan, may_lack, may_have_more, {}, replicas)
+
+
+class _Plan(NamedTuple):
+    """What one process wants of a checkpoint."""
+
+    contents: Metadata
+    """The checkpoint's table of contents."""
+    named: Metadata
+    """The same under our names."""
+    wanted: WantedTensors
+    reads: list[Read]
 
 
 def _read(
     directory: Path,
-    tensors: ShardedStateDict,
     group: Group,
-    planner: ShardLoadPlanner,
+    plan: Callable[[Metadata], _Plan],
+    may_lack: bool,
+    may_have_more: bool,
     unverified: Mapping[str, FileRecord],
     replicas: Sequence[Group],
 ) -> KeyReport:
+    own: list[_Plan] = []
+
+    def look() -> WantedTensors:
+        own.append(plan(read_metadata(directory / METADATA_NAME)))
+        return own[0].wanted
+
+    def judge(everyone: list[WantedTensors]) -> list[KeyReport]:
+        """On the first process: do checkpoint and model fit?"""
+        report = judge_wanted(everyone, own[0].named, may_lack=may_lack, may_have_more=may_have_more)
+        return [report] * len(everyone)
+
+    with dcp_errors("reading", directory):
+        report = join_ranks(group).reduce_scatter("plan", look, judge)
     try:
         with dcp_errors("reading", directory):
-            table, plan = _plan(directory, tensors, group, planner)
-            shared = _read_share(directory, group, planner, table, plan, unverified, replicas)
+            shared = _read_share(directory, group, own[0], unverified, replicas)
     except DamagedCheckpointError as error:
-        error.lacking = frozenset(planner.report.lacking)
+        error.lacking = frozenset(report.lacking)
         raise
     exchange(shared)
-    return planner.report
-
-
-def _plan(
-    directory: Path, tensors: ShardedStateDict, group: Group, planner: ShardLoadPlanner
-) -> tuple[Metadata, LoadPlan]:
-    """The table of contents, and what this process asks for, once it is clear that checkpoint and model fit."""
-    own: list[tuple[Metadata, LoadPlan]] = []
-
-    def plan_own() -> LoadPlan:
-        metadata = read_metadata(directory / METADATA_NAME)
-        metadata.storage_meta = StorageMeta()
-        planner.set_up_planner(tensors, metadata)
-        plan = planner.create_local_plan()
-        own.append((metadata, plan))
-        # What to read is nobody else's concern.
-        return dataclasses.replace(plan, items=[])
-
-    planner.finish_plan(join_ranks(group).reduce_scatter("plan", plan_own, planner.create_global_plan))
-    return own[0]
+    return report
 
 
 def _read_share(
-    directory: Path,
-    group: Group,
-    planner: ShardLoadPlanner,
-    table: Metadata,
-    plan: LoadPlan,
-    unverified: Mapping[str, FileRecord],
-    replicas: Sequence[Group],
+    directory: Path, group: Group, plan: _Plan, unverified: Mapping[str, FileRecord], replicas: Sequence[Group]
 ) -> SharedReads:
     """Read this process's share and verify the files; returns what is left to exchange."""
     ranks = join_ranks(group)
     boxes: dict[MetadataIndex, _Place] = {}
-    reads: list[Read] = []
 
     def look_up() -> None:
         # All boxes of files that are verified, otherwise those that are asked for.
-        keys = table.state_dict_metadata if unverified else {item.storage_index.fqn for item in plan.items}
-        boxes.update(_list_boxes(directory, table, keys))
-        for item in plan.items:
-            target = planner.resolve_tensor(item).detach()
-            reads.append(Read(item.storage_index, tuple(item.storage_offsets), target))
+        keys = plan.contents.state_dict_metadata if unverified else {read.box_index.fqn for read in plan.reads}
+        boxes.update(_list_boxes(directory, plan.contents, keys))
 
     ranks.all_gather("look up", look_up)
-    shared = choose_readers(reads, replicas)
+    shared = choose_readers(plan.reads, replicas)
     parts = _list_parts(unverified, boxes)
     mine: list[int] = []
     if unverified:
