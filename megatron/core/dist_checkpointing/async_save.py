@@ -33,12 +33,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron.core.dist_checkpointing.agreement import on_first_rank
 from megatron.core.dist_checkpointing.crash_points import reach
-from megatron.core.dist_checkpointing.directory import abandon_save, begin_save_alone, commit_save_alone
+from megatron.core.dist_checkpointing.directory import abandon_save
 from megatron.core.dist_checkpointing.directory_lock import DirectoryLock
 from megatron.core.dist_checkpointing.durable import storage_errors
 from megatron.core.dist_checkpointing.manifest import FileRecord, Manifest
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.dist_checkpointing.save_plan import ShardSavePlanner
 from megatron.core.dist_checkpointing.serialization import gather_documents, gather_valid_rows, guard
 from megatron.core.dist_checkpointing.snapshot import HostMemory, take_snapshot
 from megatron.core.dist_checkpointing.torch_dist import (
@@ -108,61 +107,44 @@ class AsyncSaver:
         attachments: Mapping[str, Path] | None = None,
         group: Group,
         lock: DirectoryLock | None = None,
+        is_alone: bool = False,
     ) -> None:
         """Begin a save; the arguments are those of serialization.save(). The tensors may change when this returns.
 
-        The one before must have come to its outcome. Raises StorageError, on every member, when the save cannot begin.
+        The one before must have come to its outcome. Raises StorageError, on every member, when the save cannot begin,
+        and CheckpointError for a directory of its own that holds something else.
         """
-        self._start(tensors, guard(root, iteration, lock), iteration, documents, attachments or {}, group)
-
-    def start_alone(
-        self, tensors: ShardedStateDict, path: Path, iteration: int, *, documents: Mapping[str, Any], group: Group
-    ) -> None:
-        """The same for a checkpoint in a directory of its own, which is missing or empty. Raises CheckpointError,
-        too."""
-        self._start(tensors, (lambda: begin_save_alone(path), commit_save_alone), iteration, documents, {}, group)
-
-    def _start(
-        self,
-        tensors: ShardedStateDict,
-        ends: tuple[Callable[[], Path], Callable[[Path, Manifest], Path]],
-        iteration: int,
-        documents: Mapping[str, Any],
-        attachments: Mapping[str, Path],
-        group: Group,
-    ) -> None:
-        """ends: how the save begins, and how it becomes visible."""
         assert self._save is None, "wait() for the save before"
         began_at = time.monotonic()
-        begin, commit = ends
+        begin, commit = guard(root, iteration, lock, is_alone=is_alone)
         temporary = on_first_rank(group, begin)
         try:
             reach("tensors-next")
-            planner, plan, is_new = self._plan.make(temporary, tensors, group)
+            plan, is_new = self._plan.make(temporary, tensors, group)
             if is_new:
                 self._valid_rows = gather_valid_rows(tensors, group)
-            accompany = gather_documents(self._valid_rows, documents, attachments, group)
+            accompany = gather_documents(self._valid_rows, documents, attachments or {}, group)
         except BaseException:
             if group.rank() == 0:
                 abandon_save(temporary)
             raise
         # From here on what fails, fails on one process, which tells the others in its report.
-        write = self._snapshot(temporary, planner, plan)
+        write = self._snapshot(temporary, tensors, plan)
         complete = _Completion(temporary, iteration, group.size(), plan, accompany, commit)
         self._save = _Save(write, complete, group.rank(), began_at, self._list_ended)
         self._save.start()
 
-    def _snapshot(self, temporary: Path, planner: ShardSavePlanner, plan: WritePlan) -> Callable[[], Written]:
+    def _snapshot(self, temporary: Path, tensors: ShardedStateDict, plan: WritePlan) -> Callable[[], Written]:
         """Take the snapshot and return what writes it; an error is raised only there."""
         try:
             self.prepare()
-            snapshot = take_snapshot(self._memory, planner, plan.share)
+            snapshot = take_snapshot(self._memory, tensors, plan.share)
         except Exception as error:
             return _raising(error)
         reach("snapshot-taken")
         memory, process = self._memory, self._process
         if process is None:
-            return lambda: write_share(temporary, plan.share, snapshot)
+            return lambda: write_share(temporary, plan.share, snapshot.find)
         return lambda: process.write(temporary, plan.share, snapshot, memory)
 
     def poll(self) -> Outcome | None:

@@ -9,62 +9,51 @@ from collections import defaultdict
 
 import torch
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, describe_chunk
 from megatron.core.dist_checkpointing.validation import check_coverage
 
 
-class ShardSavePlanner(SavePlanner):
-    """torch's save planner over ShardedTensors. Its methods are called in the order in which they stand here."""
+def list_boxes(tensors: ShardedStateDict) -> SavePlan:
+    """All boxes that this process could write."""
+    items = []
+    for tensor in tensors.values():
+        if tensor.is_copy:
+            continue
+        properties = TensorProperties(dtype=tensor.data.dtype)
+        for block in tensor.blocks:
+            chunk = describe_chunk(block.box)
+            # Ranks that hold a replica of a block (a key-value head shared by several) leave it to its owner; an empty
+            # box, as a short slice has, is nothing to write.
+            if block.owned and chunk.sizes.numel():
+                data = TensorWriteData(chunk, properties, torch.Size(tensor.global_shape))
+                index = MetadataIndex(tensor.key, chunk.offsets)
+                items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
+    return SavePlan(items)
 
-    def set_up_planner(
-        self, state_dict: ShardedStateDict, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        """On every process: its tensors."""
-        self.tensors = state_dict
 
-    def create_local_plan(self) -> SavePlan:
-        """On every process: all boxes it could write."""
-        items = []
-        for tensor in self.tensors.values():
-            if tensor.is_copy:
-                continue
-            properties = TensorProperties(dtype=tensor.data.dtype)
-            for block in tensor.blocks:
-                chunk = describe_chunk(block.box)
-                # Ranks that hold a replica of a block (a key-value head shared by several) leave it to its owner; an
-                # empty box, as a short slice has, is nothing to write.
-                if block.owned and chunk.sizes.numel():
-                    data = TensorWriteData(chunk, properties, torch.Size(tensor.global_shape))
-                    index = MetadataIndex(tensor.key, chunk.offsets)
-                    items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
-        return SavePlan(items)
+def choose_all_writers(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    """One writer for each box of all processes, and the table of contents. Raises CheckpointError."""
+    # A placement that is wrong is found here, before a byte is written, and not months later when the checkpoint is
+    # loaded.
+    plans, metadata = create_default_global_save_plan(choose_writers(plans))
+    check_coverage(metadata)
+    return plans, metadata
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """On the first process: one writer for each box."""
-        # A placement that is wrong is found here, before a byte is written, and not months later when the checkpoint is
-        # loaded.
-        plans, metadata = create_default_global_save_plan(choose_writers(all_plans))
-        check_coverage(metadata)
-        return plans, metadata
 
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """On every process: what it is to write, in the order of the file."""
-        # torch's writer takes them in this order on a GPU, and as they come on a CPU: a file's bytes shall not tell.
-        return dataclasses.replace(new_plan, items=sorted(new_plan.items, key=_full_bytes))
+def sort_boxes(share: SavePlan) -> SavePlan:
+    """What one process is to write, in the order of the file."""
+    # torch's writer takes them in this order on a GPU, and as they come on a CPU: a file's bytes shall not tell.
+    return dataclasses.replace(share, items=sorted(share.items, key=_full_bytes))
 
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        """The values of a box: a view of this process's tensor."""
-        return self.find_block(write_item)
 
-    def find_block(self, write_item: WriteItem) -> torch.Tensor:
-        """The part of this process's tensor that a box is: a view."""
-        tensor = self.tensors[write_item.index.fqn]
-        offsets = write_item.index.offset
-        assert offsets is not None, f"{tensor.key}: a box without offsets was planned"
-        return tensor.block(tensor.index_at(offsets))
+def find_block(tensors: ShardedStateDict, box: WriteItem) -> torch.Tensor:
+    """The part of this process's tensor that a box is: a view."""
+    tensor, offsets = tensors[box.index.fqn], box.index.offset
+    assert offsets is not None, f"{tensor.key}: a box without offsets was planned"
+    return tensor.block(tensor.index_at(offsets))
 
 
 def _full_bytes(item: WriteItem) -> int:

@@ -60,22 +60,32 @@ def save(
     attachments: Mapping[str, Path] | None = None,
     group: Group,
     lock: DirectoryLock | None = None,
+    is_alone: bool = False,
 ) -> Path:
     """Save a checkpoint of all members of `group`; it becomes visible when it is complete. Returns its directory.
 
     documents: name -> what to store as <name>.json; attachments: name in the checkpoint -> file to copy; both are
-    taken from the first member. lock: of `root`, on the first member; the save fails where it has been lost. Raises
+    taken from the first member. lock: of `root`, on the first member; the save fails where it has been lost. is_alone:
+    `root` is the directory of this checkpoint, missing or empty, instead of one for those of all iterations. Raises
     StorageError on every member when it failed; checkpoints that were there stay as they are.
     """
 
-    begin, commit = guard(root, iteration, lock)
-    return _save(tensors, begin, commit, iteration, documents, attachments or {}, group)
+    def write(temporary: Path) -> _Rest:
+        records: dict[str, FileRecord] = {}
+        for written in on_every_rank(group, lambda: write_tensors(temporary, tensors, group)):
+            records |= written
+        reach("tensors-written")
+        accompany = gather_documents(gather_valid_rows(tensors, group), documents, attachments or {}, group)
+        return lambda directory: records | accompany(directory)
+
+    return save_files(write, root, iteration, group=group, lock=lock, is_alone=is_alone)
 
 
 def guard(
-    root: Path, iteration: int, lock: DirectoryLock | None
+    root: Path, iteration: int, lock: DirectoryLock | None, *, is_alone: bool = False
 ) -> tuple[Callable[[], Path], Callable[[Path, Manifest], Path]]:
-    """How a save into `root` begins and how it becomes visible, both refused where `lock` has been lost."""
+    """How a save into `root` begins and how it becomes visible, both refused where `lock` has been lost. is_alone: see
+    save."""
 
     def begin() -> Path:
         if lock is not None:
@@ -94,34 +104,7 @@ def guard(
         lock.note_save()
         return path
 
-    return begin, commit
-
-
-def save_alone(
-    tensors: ShardedStateDict, path: Path, iteration: int, *, documents: Mapping[str, Any], group: Group
-) -> Path:
-    """The same for a checkpoint in a directory of its own, which is missing or empty; returns it."""
-    return _save(tensors, lambda: begin_save_alone(path), commit_save_alone, iteration, documents, {}, group)
-
-
-def _save(
-    tensors: ShardedStateDict,
-    begin: Callable[[], Path],
-    commit: Callable[[Path, Manifest], Path],
-    iteration: int,
-    documents: Mapping[str, Any],
-    attachments: Mapping[str, Path],
-    group: Group,
-) -> Path:
-    def write(temporary: Path) -> _Rest:
-        records: dict[str, FileRecord] = {}
-        for written in on_every_rank(group, lambda: write_tensors(temporary, tensors, group)):
-            records |= written
-        reach("tensors-written")
-        accompany = gather_documents(gather_valid_rows(tensors, group), documents, attachments, group)
-        return lambda directory: records | accompany(directory)
-
-    return _save_files(write, begin, commit, iteration, group)
+    return (functools.partial(begin_save_alone, root), commit_save_alone) if is_alone else (begin, commit)
 
 
 _Rest = Callable[[Path], Mapping[str, FileRecord]]
@@ -129,25 +112,21 @@ _Rest = Callable[[Path], Mapping[str, FileRecord]]
 
 
 def save_files(
-    write: Callable[[Path], _Rest], root: Path, iteration: int, *, group: Group, lock: DirectoryLock | None = None
+    write: Callable[[Path], _Rest],
+    root: Path,
+    iteration: int,
+    *,
+    group: Group,
+    lock: DirectoryLock | None = None,
+    is_alone: bool = False,
 ) -> Path:
     """A save of other files, which is as complete or invisible; returns its directory.
 
     write: called by every member of `group` with the directory to write into, returns what the first member calls at
-    the end with it, to write the rest and to return the records of all files. lock: as for `save`. Raises StorageError
-    on every member when it failed.
+    the end with it, to write the rest and to return the records of all files. lock, is_alone: as for `save`. Raises
+    StorageError on every member when it failed.
     """
-    begin, commit = guard(root, iteration, lock)
-    return _save_files(write, begin, commit, iteration, group)
-
-
-def _save_files(
-    write: Callable[[Path], _Rest],
-    begin: Callable[[], Path],
-    commit: Callable[[Path, Manifest], Path],
-    iteration: int,
-    group: Group,
-) -> Path:
+    begin, commit = guard(root, iteration, lock, is_alone=is_alone)
     # One rank chooses the name; all write into the same directory.
     temporary = on_first_rank(group, begin)
     try:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,11 +46,8 @@ _SHORTEST_READ_BYTES = 256 << 10
 """Of rows of which less is wanted, all is read: a disk takes as long for a few bytes."""
 
 
-class BoxSource(Protocol):
-    """Where the values of boxes are found."""
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """The values of a box, on any device and with any strides; asked for when they are written."""
+BoxSource = Callable[[WriteItem], Tensor]
+"""Finds the values of a box, on any device and with any strides; called when they are written."""
 
 
 # ---- writing
@@ -69,7 +66,7 @@ def write_boxes(path: Path, items: Sequence[WriteItem], source: BoxSource) -> tu
             shard = _Shard(file, thread)
             for item in items:
                 start = shard.num_bytes
-                shard.put_archive(source.resolve_data(item).detach())
+                shard.put_archive(source(item).detach())
                 length = shard.num_bytes - start
                 results.append(WriteResult(item.index, length, _StorageInfo(path.name, start, length)))
             shard.finish()

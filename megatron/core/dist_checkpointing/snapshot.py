@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from megatron.core import device
-from megatron.core.dist_checkpointing.save_plan import ShardSavePlanner
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.save_plan import find_block
 from megatron.core.dist_checkpointing.shard_files import split_rows
 
 _PIECE_BYTES = 8 << 20
@@ -80,23 +81,23 @@ class BoxPlace(NamedTuple):
 
 
 class Snapshot:
-    """Boxes in host memory; has of torch's SavePlanner what a writer asks for."""
+    """Boxes in host memory."""
 
     def __init__(self, memory: torch.Tensor, places: Mapping[MetadataIndex, BoxPlace]) -> None:
         self.memory, self.places = memory, places
 
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+    def find(self, box: WriteItem) -> torch.Tensor:
         """The tensor of a box: a view of the memory."""
-        start, dtype, shape = self.places[write_item.index]
+        start, dtype, shape = self.places[box.index]
         return self.memory[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
-def take_snapshot(memory: HostMemory, planner: ShardSavePlanner, share: SavePlan) -> Snapshot:
-    """Copy the boxes of `share` out of the tensors that `planner` knows. They may change as soon as this returns.
+def take_snapshot(memory: HostMemory, tensors: ShardedStateDict, share: SavePlan) -> Snapshot:
+    """Copy the boxes of `share` out of the tensors, which may change as soon as this returns.
 
     Raises OSError where there is not so much memory.
     """
-    blocks = [(item, planner.find_block(item)) for item in share.items]
+    blocks = [(item, find_block(tensors, item)) for item in share.items]
     places: dict[MetadataIndex, BoxPlace] = {}
     end = 0
     for item, block in blocks:
@@ -104,7 +105,7 @@ def take_snapshot(memory: HostMemory, planner: ShardSavePlanner, share: SavePlan
         end += math.ceil(block.numel() * block.dtype.itemsize / _ALIGNMENT) * _ALIGNMENT
     memory.reserve(end)
     snapshot = Snapshot(memory.data, places)
-    _copy_all([(snapshot.resolve_data(item), block) for item, block in blocks])
+    _copy_all([(snapshot.find(item), block) for item, block in blocks])
     # The copies of a GPU into pinned memory are only under way.
     device.synchronize()
     return snapshot

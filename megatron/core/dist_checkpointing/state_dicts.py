@@ -81,9 +81,9 @@ def save(
         # Training goes on and changes them before they are written.
         documents = copy.deepcopy(documents)
         return AsyncRequest(
-            lambda saver: saver.start_alone(tensors, path, number, documents=documents, group=group), group
+            lambda saver: saver.start(tensors, path, number, documents=documents, group=group, is_alone=True), group
         )
-    serialization.save_alone(tensors, path, number, documents=documents, group=group)
+    serialization.save(tensors, path, number, documents=documents, group=group, is_alone=True)
     return None
 
 

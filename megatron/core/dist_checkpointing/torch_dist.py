@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import os
 import sys
@@ -37,7 +38,7 @@ from megatron.core.dist_checkpointing.crash_points import reach
 from megatron.core.dist_checkpointing.durable import create_file
 from megatron.core.dist_checkpointing.manifest import FileRecord
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.dist_checkpointing.save_plan import ShardSavePlanner
+from megatron.core.dist_checkpointing.save_plan import choose_all_writers, find_block, list_boxes, sort_boxes
 from megatron.core.dist_checkpointing.shard_files import BoxSource, write_boxes
 from megatron.core.errors import CheckpointError, MegatronError, StorageError
 from megatron.core.process_groups_config import Group, SingleRankGroup, torch_group
@@ -71,12 +72,11 @@ def write_tensors(directory: Path, tensors: ShardedStateDict, group: Group) -> d
     Returns the records of the files that this process wrote. Raises, on every member, StorageError when any of them
     could not write.
     """
-    planner = ShardSavePlanner()
-    plan = plan_write(directory, planner, tensors, group)
+    plan = plan_write(directory, tensors, group)
     records: dict[str, FileRecord] = {}
 
     def write() -> list[WriteResult]:
-        written = write_share(directory, plan.share, planner)
+        written = write_share(directory, plan.share, functools.partial(find_block, tensors))
         records.update(written.records)
         return written.results
 
@@ -88,24 +88,20 @@ def write_tensors(directory: Path, tensors: ShardedStateDict, group: Group) -> d
     return records
 
 
-def plan_write(directory: Path, planner: ShardSavePlanner, tensors: ShardedStateDict, group: Group) -> WritePlan:
+def plan_write(directory: Path, tensors: ShardedStateDict, group: Group) -> WritePlan:
     """Divide the writing among the members of `group`, which all call this. Raises CheckpointError on every member
     where the boxes do not make up the tensors."""
     writer = _ContentsWriter(directory)
     contents: list[Metadata] = []
 
-    def plan_own() -> SavePlan:
-        planner.set_up_planner(tensors)
-        return planner.create_local_plan()
-
     def plan_all(plans: list[SavePlan]) -> list[SavePlan]:
-        plans, metadata = planner.create_global_plan(plans)
+        plans, metadata = choose_all_writers(plans)
         contents.append(metadata)
         return writer.prepare_global_plan(plans)
 
     with dcp_errors("writing", directory):
-        share = planner.finish_plan(join_ranks(group).reduce_scatter("plan", plan_own, plan_all))
-    return WritePlan(share, contents[0] if contents else None)
+        share = join_ranks(group).reduce_scatter("plan", functools.partial(list_boxes, tensors), plan_all)
+    return WritePlan(sort_boxes(share), contents[0] if contents else None)
 
 
 class RepeatedPlan:
@@ -116,11 +112,8 @@ class RepeatedPlan:
         self._structure: list[Any] = []
         self._plan: WritePlan | None = None
 
-    def make(
-        self, directory: Path, tensors: ShardedStateDict, group: Group
-    ) -> tuple[ShardSavePlanner, WritePlan, bool]:
-        """What finds the values of boxes, the plan, and whether it is a new one; like plan_write()."""
-        planner = ShardSavePlanner()
+    def make(self, directory: Path, tensors: ShardedStateDict, group: Group) -> tuple[WritePlan, bool]:
+        """The plan, and whether it is a new one; like plan_write()."""
         structure = [
             (tensor.key, tensor.dtype, tensor.global_shape, tensor.blocks, tensor.is_copy, tensor.valid_rows)
             for tensor in tensors.values()
@@ -128,14 +121,13 @@ class RepeatedPlan:
         is_same = self._plan is not None and structure == self._structure
         if not all(all_gather_object(is_same, group)):
             self._plan = None
-            self._plan = plan_write(directory, planner, tensors, group)
+            self._plan = plan_write(directory, tensors, group)
             self._structure = structure
-            return planner, self._plan, True
+            return self._plan, True
         assert self._plan is not None
-        planner.set_up_planner(tensors)
         # Where boxes lie in the files is written into it.
         contents = None if self._plan.contents is None else dataclasses.replace(self._plan.contents)
-        return planner, WritePlan(self._plan.share, contents), False
+        return WritePlan(self._plan.share, contents), False
 
 
 def write_share(directory: Path, share: SavePlan, source: BoxSource) -> Written:

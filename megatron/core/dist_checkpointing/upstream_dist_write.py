@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_rank
 from megatron.core.dist_checkpointing.manifest import FileRecord
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX, ShardedStateDict, ShardedTensor
-from megatron.core.dist_checkpointing.save_plan import ShardSavePlanner
+from megatron.core.dist_checkpointing.save_plan import find_block
 from megatron.core.dist_checkpointing.torch_dist import Written, plan_write, write_contents, write_share
 from megatron.core.dist_checkpointing.upstream_dist import list_kept, name_upstream
 from megatron.core.dist_checkpointing.upstream_pickle import write_pickle
@@ -206,12 +206,11 @@ def write_upstream_dist(
     What several members have under one key is written once. Returns the records of all files, on every member. Raises,
     on every member, StorageError where one of them could not write.
     """
-    planner = ShardSavePlanner()
-    plan = plan_write(directory, planner, tensors, group)
+    plan = plan_write(directory, tensors, group)
     own = _choose_own(objects, group)
 
     def write() -> Written:
-        written = write_share(directory, plan.share, planner)
+        written = write_share(directory, plan.share, functools.partial(find_block, tensors))
         (name,) = written.records
         results, record = _append_objects(directory / name, {key: objects[key] for key in own}, written.records[name])
         return Written([*written.results, *results], {name: record})

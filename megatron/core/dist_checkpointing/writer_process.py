@@ -162,7 +162,7 @@ def serve(descriptor: int, parent: int, crash_points: str) -> None:
 
 def _write(order: _Order, memory: torch.Tensor) -> Written | Exception:
     try:
-        return write_share(order.directory, order.share, Snapshot(memory, order.places))
+        return write_share(order.directory, order.share, Snapshot(memory, order.places).find)
     except OSError as error:
         return error
     except Exception as error:

@@ -119,9 +119,9 @@ def test_who_writes_what_is_planned_again_only_where_the_structure_changes(
     plans: list[ShardedStateDict] = []
     plan_write = torch_dist.plan_write
 
-    def counting(directory: Path, planner: Any, state: ShardedStateDict, group: Any) -> torch_dist.WritePlan:
+    def counting(directory: Path, state: ShardedStateDict, group: Any) -> torch_dist.WritePlan:
         plans.append(state)
-        return plan_write(directory, planner, state, group)
+        return plan_write(directory, state, group)
 
     monkeypatch.setattr(torch_dist, "plan_write", counting)
     saver = AsyncSaver(None)

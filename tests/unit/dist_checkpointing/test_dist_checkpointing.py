@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, SlicedTensor, model_state
-from megatron.core.dist_checkpointing.save_plan import ShardSavePlanner, choose_writers
+from megatron.core.dist_checkpointing.save_plan import choose_writers, list_boxes
 from megatron.core.dist_checkpointing.validation import KeyReport, ModelMismatchError, shorten_list
 from megatron.core.errors import CheckpointError, MegatronError
 from megatron.core.placement import Part, Placement, Split
@@ -23,10 +23,8 @@ from tests.support.small_checkpoints import ALONE, find
 
 
 def plan_of(*placements: Placement, prefix: str = "") -> SavePlan:
-    planner = ShardSavePlanner()
     tensors = [ShardedTensor.from_placement(torch.zeros(p.local_shape), p, prefix=prefix) for p in placements]
-    planner.set_up_planner({tensor.key: tensor for tensor in tensors})
-    return planner.create_local_plan()
+    return list_boxes({tensor.key: tensor for tensor in tensors})
 
 
 def boxes(plan: SavePlan) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:

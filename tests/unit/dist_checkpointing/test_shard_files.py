@@ -62,16 +62,10 @@ def item_of(key: str, values: torch.Tensor) -> WriteItem:
     return WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
-class Values(dict[str, torch.Tensor]):
-    """A source of boxes that holds them."""
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        return self[write_item.index.fqn]
-
-
 def write(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, SavedBox]:
     """Write a file of boxes, check its record, and return where each box lies."""
-    results, record = write_boxes(path, [item_of(key, values) for key, values in tensors.items()], Values(tensors))
+    items = [item_of(key, values) for key, values in tensors.items()]
+    results, record = write_boxes(path, items, lambda item: tensors[item.index.fqn])
     assert (record.bytes, record.crc32) == (path.stat().st_size, checksum(path))
     places = {result.index.fqn: result.storage_data for result in results}
     assert sum(place.length for place in places.values()) == record.bytes
@@ -302,15 +296,14 @@ def test_what_a_rank_that_does_not_verify_finds_is_told_as_damage(tmp_path: Path
 def test_tensors_that_are_made_for_writing_are_gone_with_the_next(tmp_path: Path) -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
 
-    class Maker:
-        def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-            assert all(made() is None for made in alive), "the tensor before is still there"
-            values = torch.full((30, 30), float(len(alive)))
-            alive.append(weakref.ref(values))
-            return values
+    def make_values(_: WriteItem) -> torch.Tensor:
+        assert all(made() is None for made in alive), "the tensor before is still there"
+        values = torch.full((30, 30), float(len(alive)))
+        alive.append(weakref.ref(values))
+        return values
 
     items = [item_of(str(number), torch.empty(30, 30, device="meta")) for number in range(5)]
-    write_boxes(tmp_path / "boxes", items, Maker())
+    write_boxes(tmp_path / "boxes", items, make_values)
     assert len(alive) == 5
 
 
