@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which saved boxes cover what this process holds: the same layout or another one."""
+"""Reads of the saved boxes that cover what this process holds: of the same layout or another one."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.validation import check_coverage
 
 
 def list_boxes(tensors: ShardedStateDict) -> SavePlan:
-    """All boxes that this process could write."""
+    """Return all boxes that this process could write."""
     items = []
     for tensor in tensors.values():
         if tensor.is_copy:
@@ -35,7 +35,7 @@ def list_boxes(tensors: ShardedStateDict) -> SavePlan:
 
 
 def choose_all_writers(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-    """One writer for each box of all processes, and the table of contents. Raises CheckpointError."""
+    """Choose one writer for each box of all processes; return it with the table of contents. Raises CheckpointError."""
     # A placement that is wrong is found here, before a byte is written, and not months later when the checkpoint is
     # loaded.
     plans, metadata = create_default_global_save_plan(choose_writers(plans))
@@ -44,13 +44,13 @@ def choose_all_writers(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]
 
 
 def sort_boxes(share: SavePlan) -> SavePlan:
-    """What one process is to write, in the order of the file."""
+    """Return the boxes that one process writes in the order of the file."""
     # torch's writer takes them in this order on a GPU, and as they come on a CPU: a file's bytes shall not tell.
     return dataclasses.replace(share, items=sorted(share.items, key=_full_bytes))
 
 
 def find_block(tensors: ShardedStateDict, box: WriteItem) -> torch.Tensor:
-    """The part of this process's tensor that a box is: a view."""
+    """Return the part of this process's tensor that a box is: a view."""
     tensor, offsets = tensors[box.index.fqn], box.index.offset
     assert offsets is not None, f"{tensor.key}: a box without offsets was planned"
     return tensor.block(tensor.index_at(offsets))

@@ -84,7 +84,7 @@ def save(
 def guard(
     root: Path, iteration: int, lock: DirectoryLock | None, *, is_alone: bool = False
 ) -> tuple[Callable[[], Path], Callable[[Path, Manifest], Path]]:
-    """How a save into `root` begins and how it becomes visible, both refused where `lock` has been lost. is_alone: see
+    """Return how a save into `root` begins and how it becomes visible, both refused where `lock` is lost. is_alone: see
     save."""
 
     def begin() -> Path:
@@ -120,7 +120,7 @@ def save_files(
     lock: DirectoryLock | None = None,
     is_alone: bool = False,
 ) -> Path:
-    """A save of other files, which is as complete or invisible; returns its directory.
+    """Save other files, as complete or invisible; return the directory.
 
     write: called by every member of `group` with the directory to write into, returns what the first member calls at
     the end with it, to write the rest and to return the records of all files. lock, is_alone: as for `save`. Raises

@@ -95,7 +95,7 @@ def read_upstream_tensors(
 
 
 class _Plan(NamedTuple):
-    """What one process wants of a checkpoint."""
+    """The part of a checkpoint that one process wants."""
 
     contents: Metadata
     """The checkpoint's table of contents."""

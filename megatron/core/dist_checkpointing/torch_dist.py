@@ -113,7 +113,7 @@ class RepeatedPlan:
         self._plan: WritePlan | None = None
 
     def make(self, directory: Path, tensors: ShardedStateDict, group: Group) -> tuple[WritePlan, bool]:
-        """The plan, and whether it is a new one; like plan_write()."""
+        """Return the plan, and whether it is a new one; like plan_write()."""
         structure = [
             (tensor.key, tensor.dtype, tensor.global_shape, tensor.blocks, tensor.is_copy, tensor.valid_rows)
             for tensor in tensors.values()

@@ -152,8 +152,8 @@ HALF_ROTATED = {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 def start_from(
     flags: str, settings: tuple[Setting, ...], rows: Mapping[str, Row], **usual: Any
 ) -> Callable[..., Family]:
-    """A function of a family's name, model_type, model_class and parts; flags, settings and rows are added to these,
-    and other parts replace those of `usual`."""
+    """Return a function of a family's name, model_type, model_class and parts: its flags, settings and rows are added
+    to these, and other parts replace those of `usual`."""
 
     def build(name: str, model_type: str, model_class: str, **parts: Any) -> Family:
         return Family(
