@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.mesh import RankGrid  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.parallel_state import leave_job  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection, SingleRankGroup  # noqa: E402
 from megatron.core.tensor_parallel.parameters import initialise_parameters  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlock  # noqa: E402
@@ -134,10 +135,8 @@ def main() -> None:
     if int(os.environ.get("RANK", "0")) == 0:
         for step, loss in enumerate(losses):
             print(f"step {step}: loss {loss:.6f}", flush=True)
-    if mesh is not None:
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    leave_job()

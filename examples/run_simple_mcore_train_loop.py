@@ -193,11 +193,8 @@ def main() -> None:
     train(model, flags.iterations)
     if flags.save:
         save_distributed_checkpoint(flags.save, model)
-    if torch.distributed.is_initialized():
-        # The first process may leave only when nobody needs it to answer any more.
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    parallel_state.leave_job()

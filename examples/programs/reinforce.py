@@ -182,11 +182,8 @@ def main() -> None:
     if "WORLD_SIZE" in os.environ:
         torch.distributed.init_process_group("gloo")
     learn(flags.steps, flags.tensor_model_parallel_size)
-    if torch.distributed.is_initialized():
-        # The first process may leave only when nobody needs it to answer any more.
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    mpu.leave_job()

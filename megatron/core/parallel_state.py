@@ -7,6 +7,7 @@ A facade: nothing inside megatron/ imports it. Code of ours is handed its Proces
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -125,6 +126,22 @@ def destroy_model_parallel() -> None:
     """Forget the current process groups."""
     ProcessGroupCollection.clear_current()
     VirtualPipeline.size = VirtualPipeline.rank = None
+
+
+def leave_job() -> None:
+    """Wait for the other processes, and end the process groups of a program, its last call after `main()`.
+
+    Nothing may be alive any more that holds a group, such as a model: then the groups' threads end here. A thread that
+    outlives this may hold the last reference to a tensor while the interpreter is cleaned up, and Python before 3.14
+    aborts the process when it lets go.
+    """
+    destroy_model_parallel()
+    if dist.is_initialized():
+        # The first process may leave only when nobody needs it to answer any more.
+        dist.barrier()
+        dist.destroy_process_group()
+    # Models are cycles of references.
+    gc.collect()
 
 
 def model_parallel_is_initialized() -> bool:

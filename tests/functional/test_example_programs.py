@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.functional.pretrain_runs import ROOT, environment, finish
+from tests.functional.pretrain_runs import ROOT, environment, finish, free_port
 from tests.parallel.harness import run_distributed
 from tests.programs import Program
 
@@ -76,6 +76,34 @@ def test_reinforcement_learning_improves_its_reward_and_does_so_on_every_layout(
         assert rewards == pytest.approx(alone[:3], abs=1e-6)
     first, second = run_distributed(learn, 2, 3, 1)
     assert first == second and all(0.4 < reward < 0.7 for reward in first)
+
+
+THREADS = """\
+import runpy, sys
+from pathlib import Path
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+print(sorted(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are found in /proc")
+def test_no_thread_of_a_process_group_outlives_a_program(tmp_path: Path) -> None:
+    """It would abort the process if it let a tensor go during the interpreter's clean-up."""
+    (tmp_path / "threads.py").write_text(THREADS)
+    programs = []
+    for name, flag in (
+        (f"{EXAMPLES}/reinforce.py", "--steps"),
+        ("examples/run_simple_mcore_train_loop.py", "--iterations"),
+        ("examples/embedded_core.py", "--steps"),
+    ):
+        port = free_port()
+        for rank in ("0", "1"):
+            job = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+            programs.append(Program([tmp_path / "threads.py", name, flag, "1"], environment(job), ROOT))
+    for done in finish(programs):
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert "gloo" not in done.stdout.splitlines()[-1], done.stdout
 
 
 def test_weights_are_handed_to_a_hugging_face_model(model: Path) -> None:
