@@ -290,7 +290,7 @@ def _build_theirs(family: Family, fields: dict[str, Any]) -> Any:
     import transformers
 
     config = read_config(family.model_type, fields)
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"  # others take no float64
     hf = randomised(getattr(transformers, family.model_class)(config))
     for name, buffer in hf.named_buffers():
         if name.endswith("e_score_correction_bias"):

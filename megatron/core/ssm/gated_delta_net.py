@@ -20,7 +20,7 @@ from megatron.core.plan.state_kinds import GATED_DELTA_NET, list_delta_2_section
 from megatron.core.ssm.by_tokens import compute_by_tokens
 from megatron.core.ssm.chunks import Inputs
 from megatron.core.ssm.state_mixer import StateMixer, StateMixerSubmodules, log_uniform_decay, step_sizes
-from megatron.core.tensor_parallel.parameters import ones
+from megatron.core.tensor_parallel.parameters import ones, zeros
 from megatron.core.tensor_parallel.products import at_least_float32
 from megatron.core.transformer.norms import rms_norm
 
@@ -47,9 +47,13 @@ class GatedDeltaNet(StateMixer):
         config = self.config
         self.dt_bias = self.declare(config.linear_num_value_heads, ones)
         self.A_log = self.declare(config.linear_num_value_heads, log_uniform_decay)
-        self.out_norm = HeadNorm(
-            self.declare(config.linear_value_head_dim, ones, is_divided=False), config.head_norm_epsilon
-        )
+        self.out_norm = self.build_head_norm()
+
+    def build_head_norm(self) -> HeadNorm:
+        """Build the norm of the output's heads, which ranks share."""
+        config, is_offset = self.config, self.config.stores_head_norm_offset
+        weight = self.declare(config.linear_value_head_dim, zeros if is_offset else ones, is_divided=False)
+        return HeadNorm(weight, config.head_norm_epsilon, is_offset)
 
     @property
     def state_shape(self) -> tuple[int, tuple[int, int]]:
@@ -115,9 +119,7 @@ class GatedDeltaNet2(GatedDeltaNet):
         config = self.config
         self.dt_bias = self.declare(self.sections["key"], step_sizes)
         self.A_log = self.declare(config.linear_num_key_heads, log_uniform_decay)
-        self.out_norm = HeadNorm(
-            self.declare(config.linear_value_head_dim, ones, is_divided=False), config.head_norm_epsilon
-        )
+        self.out_norm = self.build_head_norm()
 
     def prepare(self, section: dict[str, Tensor]) -> Inputs:
         """See StateMixer."""
@@ -139,10 +141,11 @@ def _weigh(value: Tensor, w: Tensor) -> tuple[Tensor]:
 class HeadNorm(torch.nn.Module):
     """RMSNorm of every head, all with the same weight."""
 
-    def __init__(self, weight: torch.nn.Parameter, epsilon: float) -> None:
+    def __init__(self, weight: torch.nn.Parameter, epsilon: float, is_offset: bool) -> None:
+        """is_offset: one is added to the weight in use."""
         super().__init__()
-        self.weight, self._epsilon = weight, epsilon
+        self.weight, self._epsilon, self._is_offset = weight, epsilon, is_offset
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., channels of a head] -> the same."""
-        return rms_norm(x, self.weight, self._epsilon)
+        return rms_norm(x, self.weight + 1 if self._is_offset else self.weight, self._epsilon)

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 
 from megatron.core.plan.state_kinds import KIMI_GATES, list_kimi_sections
 from megatron.core.process_groups_config import Group
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet, HeadNorm
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.state_mixer import StateMixerSubmodules, log_uniform_decay, step_sizes
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
-from megatron.core.tensor_parallel.parameters import ones
 from megatron.core.tensor_parallel.products import at_least_float32
 from megatron.core.transformer.initialisers import input_initialiser
 from megatron.core.transformer.spec_utils import build_module
@@ -71,11 +70,10 @@ class KimiDeltaAttention(GatedDeltaNet):
             self.further_gates[name] = NarrowProjection(
                 config, submodules.in_proj, config.linear_gate_rank or 0, self.sections[name], self.groups.tp
             )
-        self.dt_bias = self.declare(self.sections["g"], step_sizes)
-        self.A_log = self.declare(config.linear_num_value_heads, log_uniform_decay)
-        self.out_norm = HeadNorm(
-            self.declare(config.linear_value_head_dim, ones, is_divided=False), config.head_norm_epsilon
-        )
+        # In bfloat16 a slow decay would have few values to learn.
+        self.dt_bias = self.declare(self.sections["g"], step_sizes, dtype=torch.float32)
+        self.A_log = self.declare(config.linear_num_value_heads, log_uniform_decay, dtype=torch.float32)
+        self.out_norm = self.build_head_norm()
 
     def project(self, hidden_states: Tensor) -> Tensor:
         """See StateMixer."""

@@ -235,14 +235,16 @@ class StateMixer(MegatronModule):
         convolved = convolve(parts[first]).split(sizes[first:last], dim=-1)
         return dict(zip(names, [*parts[:first], *convolved, *parts[first + 1 :]], strict=True))
 
-    def declare(self, size: int, init: Initialiser, *, is_divided: bool = True) -> torch.nn.Parameter:
+    def declare(
+        self, size: int, init: Initialiser, *, is_divided: bool = True, dtype: torch.dtype | None = None
+    ) -> torch.nn.Parameter:
         """A parameter with one number for each head or channel; divided over the TP group, or whole on each rank, whose
-        gradient of it then is a partial sum."""
+        gradient of it then is a partial sum. dtype: `parameter_dtype` when None."""
         group = self.groups.tp
         splits = tensor_parallel_split(0, group) if is_divided else ()
         partial = () if is_divided or group.size() == 1 else ("tp",)
         return declare_parameter(
-            (size,), init=init, dtype=self.parameter_dtype, splits=splits, partial_grad_axes=partial
+            (size,), init=init, dtype=dtype or self.parameter_dtype, splits=splits, partial_grad_axes=partial
         )
 
     @property

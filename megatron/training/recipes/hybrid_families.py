@@ -225,7 +225,7 @@ def _qwen(name: str, model_type: str, model_class: str, **parts: Any) -> Family:
         name=name,
         model_type=model_type,
         model_class=model_class,
-        flags=f"{LLAMA_FLAGS} --apply-layernorm-1p --qk-layernorm --attention-output-gate",
+        flags=f"{LLAMA_FLAGS} --apply-layernorm-1p --no-linear-norm-1p --qk-layernorm --attention-output-gate",
         sizes=parts.pop("sizes", SIZES),
         settings=(*USUAL, ROTARY_SHARE, HEAD_WIDTH, *DELTA, *ATTENTION_BIAS, *parts.pop("settings", ())),
         rows=in_pairs(parts.pop("rows")),

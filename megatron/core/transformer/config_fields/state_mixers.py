@@ -31,6 +31,7 @@ _DELTA = Needs(
     "--hybrid-layer-pattern",
     lambda run: run.linear_attention_freq is not None or bool({"G", "K"} & set(run.hybrid_layer_pattern or "")),
 )
+_CENTRED = Needs("--apply-layernorm-1p", lambda run: run.layernorm_zero_centered_gamma and _DELTA.met(run))
 _VARIANT = Needs("--experimental-attention-variant gdn or gdn2", lambda run: run.experimental_attention_variant)
 
 
@@ -87,6 +88,9 @@ class StateMixerFields(PositionFields):
     the sigmoid (OLMo Hybrid): what it changes in the state may then have negative eigenvalues (Grazzi et al., 2025)."""
     linear_norm_epsilon: float | None = flag(None, above=0, kind="function", needs=_DELTA)
     """Added to the mean square in the norm of the heads of a gated delta net; --norm-epsilon when not given."""
+    linear_norm_1p: bool = flag(True, off_names=("--no-linear-norm-1p",), kind="function", needs=_CENTRED)
+    """With --apply-layernorm-1p the weight of the norm of a delta net's heads, too, is stored as (weight - 1); without
+    this it is stored as it is (Qwen3-Next's files)."""
     linear_gate_rank: int | None = flag(None, minimum=1, maximum=65536, kind="shape", needs=_needs_letter("K"))
     """Kimi delta attention makes its decay and its output's gate of vectors of so many numbers, by two matrices each
     (Kimi Linear: as many as a head has channels); by one matrix each when not given."""
@@ -111,6 +115,11 @@ class StateMixerFields(PositionFields):
     def head_norm_epsilon(self) -> float:
         """Added to the mean square in the norm of a delta net's heads."""
         return self.layernorm_epsilon if self.linear_norm_epsilon is None else self.linear_norm_epsilon
+
+    @property
+    def stores_head_norm_offset(self) -> bool:
+        """True where the weight of the norm of a delta net's heads is stored as (weight - 1)."""
+        return self.layernorm_zero_centered_gamma and self.linear_norm_1p
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
