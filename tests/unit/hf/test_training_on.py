@@ -113,3 +113,18 @@ def test_null_stays_null(converted: Path, tmp_path: Path) -> None:
         assert (result / "generation_config.json").is_file()
     saved = find_directory(tmp_path / "ours")
     assert saved is not None and saved.name == "iter_0000002"
+
+
+@pytest.mark.flags("--save-hf")
+def test_null_stays_null_with_as_many_rows_as_tokens(tmp_path: Path) -> None:
+    """Where nothing but the way through a checkpoint of ours could change it."""
+    make("Llama", vocab_size=1000, eos_token_id=None, bos_token_id=None).save_pretrained(tmp_path / "hf")
+    for file in TOKENIZER.glob("*.json"):
+        shutil.copy(file, tmp_path / "hf")
+    import_model(open_source(tmp_path / "hf"), tmp_path / "ours")
+    flags = ["--pretrained-checkpoint", tmp_path / "ours", "--use-checkpoint-args"]
+    with open_run(*flags, "--make-vocab-size-divisible-by", "8", "--save-hf", tmp_path / "result") as run:
+        train(run)
+        save_foreign(run)
+    before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "result"))
+    assert before["eos_token_id"] is None and after == before
