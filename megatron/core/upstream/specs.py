@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron.core.errors import ConfigError
 from megatron.core.extensions.transformer_engine import (
@@ -26,61 +26,46 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class LocalSpecProvider:
     """The class that each part of a layer is made by."""
 
+    products: ClassVar[tuple[type, type]] = (ColumnParallelLinear, RowParallelLinear)
+    norm_and_product: ClassVar[type | None] = None
+    norm: ClassVar[Any] = staticmethod(build_norm)
+    attention: ClassVar[type] = DotProductAttention
+
     def column_parallel_linear(self) -> type:
         """Outputs divided."""
-        return ColumnParallelLinear
+        return self.products[0]
 
     def row_parallel_linear(self) -> type:
         """Inputs divided."""
-        return RowParallelLinear
+        return self.products[1]
 
     def fuse_layernorm_and_linear(self) -> bool:
-        """Whether a norm and the product behind it are one module."""
-        return False
+        """Return True where a norm and the product after it are one module."""
+        return self.norm_and_product is not None
 
     def column_parallel_layer_norm_linear(self) -> type | None:
-        """That module."""
-        return None
+        """That module: a norm, then outputs divided."""
+        return self.norm_and_product
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any:
-        """What builds a norm; the config says which one, so that the arguments change nothing."""
-        return build_norm
+        """Builder of a norm; the config says which one, so that the arguments change nothing."""
+        return self.norm
 
     def core_attention(self) -> type:
         """Scores, softmax and the sum over values."""
-        return DotProductAttention
+        return self.attention
 
 
 class TESpecProvider(LocalSpecProvider):
     """The same by the names of Transformer Engine's layers."""
 
+    products = (TEColumnParallelLinear, TERowParallelLinear)
+    norm_and_product = TELayerNormColumnParallelLinear
+    norm, attention = TENorm, TEDotProductAttention
+
     def linear(self) -> type:
         """Whole on every rank."""
         return TELinear
-
-    def column_parallel_linear(self) -> type:
-        """Outputs divided."""
-        return TEColumnParallelLinear
-
-    def row_parallel_linear(self) -> type:
-        """Inputs divided."""
-        return TERowParallelLinear
-
-    def fuse_layernorm_and_linear(self) -> bool:
-        """True."""
-        return True
-
-    def column_parallel_layer_norm_linear(self) -> type | None:
-        """A norm, then outputs divided."""
-        return TELayerNormColumnParallelLinear
-
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any:
-        """As above."""
-        return TENorm
-
-    def core_attention(self) -> type:
-        """Scores, softmax and the sum over values."""
-        return TEDotProductAttention
 
 
 class Linear(TELinear):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.device import current_device
@@ -145,14 +145,10 @@ def get_gpt_layer_local_spec(
     moe_grouped_gemm: how experts are computed is up to the config; the numbers are the same. Raises ConfigError for
     what does not exist: moe_use_legacy_grouped_gemm, use_kitchen.
     """
-    asked = {
-        "num_moe_experts": num_experts,
-        "qk_layernorm": qk_layernorm,
-        "qk_l2_norm": qk_l2_norm,
-        "fp8": fp8,
-        "normalization": normalization,
-    }
-    return _make_layer_spec("local", asked, multi_latent_attention, moe_use_legacy_grouped_gemm, use_kitchen)
+    return _make_layer_spec(
+        "local", multi_latent_attention, moe_use_legacy_grouped_gemm, use_kitchen, num_moe_experts=num_experts,
+        qk_layernorm=qk_layernorm, qk_l2_norm=qk_l2_norm, fp8=fp8, normalization=normalization,
+    )  # fmt: skip
 
 
 def get_gpt_layer_with_transformer_engine_spec(
@@ -173,19 +169,15 @@ def get_gpt_layer_with_transformer_engine_spec(
     a warning that says why. Arguments as there; use_te_op_fuser has no effect, since TransformerConfig(compile=True)
     fuses operations. post_self_attn_layernorm, post_mlp_layernorm: a norm behind attention and MLP, which is the
     config's to say (norm_placement)."""
-    asked: dict[str, Any] = {
-        "num_moe_experts": num_experts,
-        "qk_layernorm": qk_layernorm,
-        "qk_l2_norm": qk_l2_norm,
-        "fp8": fp8,
-    }
     if bool(post_self_attn_layernorm) != bool(post_mlp_layernorm):
         raise ConfigError(
             "post_self_attn_layernorm and post_mlp_layernorm go together: norm_placement says both; give both"
         )
-    if post_self_attn_layernorm:
-        asked["norm_placement"] = "both"
-    spec = _make_layer_spec("engine", asked, multi_latent_attention, moe_use_legacy_grouped_gemm, use_kitchen)
+    spec = _make_layer_spec(
+        "engine", multi_latent_attention, moe_use_legacy_grouped_gemm, use_kitchen, num_moe_experts=num_experts,
+        qk_layernorm=qk_layernorm, qk_l2_norm=qk_l2_norm, fp8=fp8,
+        norm_placement="both" if post_self_attn_layernorm else None,
+    )  # fmt: skip
     chosen = choose_implementation("auto", current_device())
     if chosen.is_engine:
         return by_transformer_engine(spec)
@@ -196,10 +188,10 @@ def get_gpt_layer_with_transformer_engine_spec(
 
 def _make_layer_spec(
     names: WeightNames,
-    asked: Mapping[str, Any],
     multi_latent_attention: bool | None,
     legacy_experts: bool | None,
     use_kitchen: bool,
+    **asked: Any,
 ) -> ModuleSpec:
     """asked: fields of the config that the layer is made for; those that are False or None, upstream's defaults, say
     nothing."""
