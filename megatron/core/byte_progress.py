@@ -14,7 +14,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import TextIO
 
 from megatron.core.errors import format_bytes, say
@@ -47,9 +46,7 @@ class ByteProgress:
     def __enter__(self) -> ByteProgress:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # What is printed next stands where the bar was.
         if self._is_drawn:
             self._write("\r\x1b[K")

@@ -104,6 +104,11 @@ class RankGrid:
         sizes = {"etp": self.expert_tp, "ep": self.ep, "edp": self.edp, "pp": self.pp}
         return {name: sizes[name] for axis in self.order.split("-") if (name := _EXPERT_AXES.get(axis))}
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis -> size of both grids, in the order in which ranks are numbered: the position of a rank."""
+        return self.dense_sizes | self.expert_sizes
+
     # ---- ranks
 
     @cached_property

@@ -21,7 +21,6 @@ import uuid
 import weakref
 from array import array
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Any, overload
 
 import numpy as np
@@ -279,9 +278,7 @@ class IndexedDatasetBuilder:
     def __enter__(self) -> IndexedDatasetBuilder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.abort()
 
     def add_item(self, tokens: npt.ArrayLike, mode: int = 0) -> None:

@@ -337,13 +337,9 @@ def _run(jobs: Sequence[_Job]) -> dict[int, int]:
 
     with ThreadPoolExecutor(max(1, min(_THREADS, len(jobs)))) as threads:
         try:
-            _wait_for_all([threads.submit(work).result for _ in range(min(_THREADS, len(jobs)))])
+            for running in [threads.submit(work) for _ in range(min(_THREADS, len(jobs)))]:
+                running.result()
         finally:
             # After an error, or Ctrl-C, the others end with what they are reading.
             waiting.clear()
     return checksums
-
-
-def _wait_for_all(results: Sequence[Callable[[], None]]) -> None:
-    for result in results:
-        result()

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -193,11 +192,8 @@ class _ContentsWriter(FileSystemWriter):
 
 def join_ranks(group: Group) -> _DistWrapper:
     """torch's collectives of objects in which an error of one process is raised on all, as dcp.save() uses them."""
-    return _DistWrapper(_torch_group(group), not isinstance(group, SingleRankGroup), coordinator_rank=0)
-
-
-def _torch_group(group: Group) -> dist.ProcessGroup | None:
-    return None if isinstance(group, SingleRankGroup) else torch_group(group)
+    found = None if isinstance(group, SingleRankGroup) else torch_group(group)
+    return _DistWrapper(found, use_dist=found is not None, coordinator_rank=0)
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ def save_locally(run: Run, tensors: ShardedStateDict, documents: Mapping[str, An
     said = on_first_rank(groups.world, lambda: non_persistent.build_document(Path(root)))
     path = local_checkpoints.save(
         tensors, directory, run.progress.iteration, documents=documents, since=said["since"],
-        layout=_get_axes(run), group=groups.world,
+        layout=groups.grid.sizes, group=groups.world,
         replicas=_list_replicas(run) if settings.non_persistent_local_ckpt_algo == "fully_parallel" else (),
         lock=next((lock for lock in run.save_locks if lock.covers(directory)), None),
     )  # fmt: skip
@@ -91,7 +91,7 @@ def find_local_part(run: Run, root: Path) -> FoundPart | None:
         return non_persistent.is_newer_than_all(offer.since, offer.iteration, root, other)
 
     tensors = select_tensors(run, with_optimizer=True) | rng_state.build_sharded_rng_state(groups.world.rank())
-    layout = local_checkpoints.compute_layout(tensors, _get_axes(run), groups.world)
+    layout = local_checkpoints.compute_layout(tensors, groups.grid.sizes, groups.world)
     found, passed_over = local_checkpoints.find(directory, layout, groups.world, is_wanted)
     if passed_over:
         warn_once(groups.world, f"all ranks take an earlier checkpoint: {'; '.join(passed_over)}")
@@ -109,10 +109,6 @@ def load_locally(run: Run, part: FoundPart, tensors: ShardedStateDict) -> KeyRep
     """Fill the tensors of all ranks; none is lacking and none is left over. Raises CheckpointError on every rank."""
     local_checkpoints.load(tensors, part, group=run.groups.world, replicas=_list_replicas(run))
     return KeyReport((), ())
-
-
-def _get_axes(run: Run) -> dict[str, int]:
-    return run.groups.grid.dense_sizes | run.groups.grid.expert_sizes
 
 
 def _list_replicas(run: Run) -> tuple[Group, Group]:

@@ -40,7 +40,6 @@ from megatron.core.dist_checkpointing.upstream_dist import RELEASE, CommonState,
 from megatron.core.dist_checkpointing.validation import ModelMismatchError, shorten_list
 from megatron.core.dist_checkpointing.verification import Look
 from megatron.core.errors import CheckpointError, ConfigError, say
-from megatron.core.mesh import RankGrid
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.paths import explain_no_directory
 from megatron.core.process_groups_config import Group
@@ -110,7 +109,7 @@ def save_checkpoint(
     documents: dict[str, Any] = {STATE: state, CONFIG: run.config.to_dict()}
     if not settings.no_save_rng:
         tensors |= rng_state.build_sharded_rng_state(world.rank())
-        documents[RNG] = rng_state.build_rng_document(world, describe_layout(run.groups.grid))
+        documents[RNG] = rng_state.build_rng_document(world, run.groups.grid.sizes)
     root = Path(settings.save)
     if non_persistent_root is not None and settings.saves_locally:
         reach("state-gathered")
@@ -240,12 +239,11 @@ def _restore_verified(
     if f"{serialization.TENSORS_DOCUMENT}.json" in found.manifest.files:
         _restore(run, found, weights_only=weights_only, filled_but=filled_but)
         return
-    with_optimizer = not (weights_only or run.config.checkpoint.no_load_optim)
     file = next((name for name in sorted(found.manifest.files) if name.endswith(f"/{FILE_NAME}")), None)
     if file is None:
-        _restore_torch_dist(run, found.path, with_optimizer=with_optimizer, weights_only=weights_only)
+        _restore_torch_dist(run, found.path, weights_only=weights_only)
     else:
-        _restore_legacy(run, found.path / file, with_optimizer=with_optimizer, weights_only=weights_only)
+        _restore_legacy(run, found.path / file, weights_only=weights_only)
 
 
 def _restore(
@@ -354,11 +352,10 @@ def _restore_upstream(
     # One rank looks, so that all agree. A release is weights to begin with, as in upstream's loader.
     path, file = on_first_rank(world, find)
     weights_only |= RELEASE in (path and path.name, file and file.parent.parent.name)
-    with_optimizer = not (weights_only or run.config.checkpoint.no_load_optim)
     if path is not None:
-        _restore_torch_dist(run, path, with_optimizer=with_optimizer, weights_only=weights_only)
+        _restore_torch_dist(run, path, weights_only=weights_only)
     elif file is not None:
-        _restore_legacy(run, file, with_optimizer=with_optimizer, weights_only=weights_only)
+        _restore_legacy(run, file, weights_only=weights_only)
     return path is not None or file is not None
 
 
@@ -371,8 +368,9 @@ def _is_good(path: Path) -> bool:
         return False
 
 
-def _restore_torch_dist(run: Run, path: Path, *, with_optimizer: bool, weights_only: bool) -> None:
+def _restore_torch_dist(run: Run, path: Path, *, weights_only: bool) -> None:
     settings, world = run.config.checkpoint, run.groups.world
+    with_optimizer = not (weights_only or settings.no_load_optim)
     # Of a dense model that experts are made of, the optimizer's state is not wanted, and need not be readable.
     is_wanted = with_optimizer and not run.config.model.moe_use_upcycling
     common = on_first_rank(world, lambda: from_upstream.read_common(path, with_optimizer=is_wanted))
@@ -398,8 +396,9 @@ def _restore_torch_dist(run: Run, path: Path, *, with_optimizer: bool, weights_o
     from_upstream.restore(run, path, common, with_optimizer=with_optimizer, weights_only=weights_only)
 
 
-def _restore_legacy(run: Run, file: Path, *, with_optimizer: bool, weights_only: bool) -> None:
+def _restore_legacy(run: Run, file: Path, *, weights_only: bool) -> None:
     settings, world = run.config.checkpoint, run.groups.world
+    with_optimizer = not (weights_only or settings.no_load_optim)
     model = build_sharded_model_state(run)
     # Stages hold different layers: what one does not know, another may.
     elsewhere = set().union(*all_gather_object(set(model), run.groups.pp))
@@ -470,18 +469,13 @@ def _compare_settings(run: Run, found: FoundCheckpoint) -> list[Change]:
         return []
 
 
-def describe_layout(grid: RankGrid) -> dict[str, int]:
-    """Size of every axis, in the order in which ranks are numbered: where a rank stands."""
-    return grid.dense_sizes | grid.expert_sizes
-
-
 def _read_rng_document(found: FoundCheckpoint, run: Run) -> dict[str, Any] | None:
     """The saved random-number state; None, with a sentence, where this job cannot continue it."""
     world = run.groups.world
     if f"{RNG}.json" not in found.manifest.files:
         raise CheckpointError(f"{found.path} was saved with --no-save-rng; pass --no-load-rng or --finetune")
     document = with_everyone(world, lambda: read_rng(found.path, world.rank()))
-    reason = rng_state.explain_unrestorable_state(document, world, describe_layout(run.groups.grid))
+    reason = rng_state.explain_unrestorable_state(document, world, run.groups.grid.sizes)
     if reason is not None:
         warn_once(world, f"random numbers start from --seed instead of continuing: {reason}")
         return None

@@ -18,7 +18,6 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from megatron.core.errors import StorageError
@@ -48,9 +47,7 @@ class WorkerPool(Generic[Item, Result]):
     def __enter__(self) -> WorkerPool[Item, Result]:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for worker in self._workers:
             worker.stop()
         for worker in self._workers:
