@@ -11,6 +11,7 @@
 | StorageError   | 74        | the disk: full, failing, read-only (EX_IOERR)                  |
 | TemporaryError | 75        | worth starting again: a lost peer, --save in use (EX_TEMPFAIL) |
 | NonFiniteError | 17        | a loss or a gradient became NaN or infinite                    |
+| RerunError     | 16        | worth starting again elsewhere: is it the device or the model? |
 | CrashError     | 70        | a process died by a fault of its own, such as SIGSEGV          |
 
 Bugs of ours stay ordinary exceptions with their traceback.
@@ -78,9 +79,20 @@ class TemporaryError(MegatronError):
 
 
 class NonFiniteError(MegatronError):
-    """A loss or a gradient is not a number; starting again as it is would only repeat it."""
+    """A loss or a gradient is not a number; starting again as it is would only repeat it. iteration: in which it became
+    so, counted from 1; None for the one under way. is_explained: it has been looked for the first such value."""
 
     exit_code = 17
+
+    def __init__(self, sentence: str, iteration: int | None = None, *, is_explained: bool = False) -> None:
+        self.iteration, self.is_explained = iteration, is_explained
+        super().__init__(sentence)
+
+
+class RerunError(MegatronError):
+    """A result is wrong, and wrong again when it is computed again; another device is to say which of them errs."""
+
+    exit_code = 16
 
 
 class CrashError(MegatronError):

@@ -26,14 +26,14 @@ def train(run: Run) -> None:
             say(f"nothing is left to do: iteration {done} of {target} is done; raise --train-iters to go on")
         return
     # One iterator for the whole run: its loader processes read ahead of the step that is computed.
-    batches = time_batches(
-        run.data.open("train", run.progress.consumed_train_samples), run.timers("batch-generator", 2)
-    )
+    batches = open_batches(run)
     try:
         run.hooks.on_train_start(run)
         step = run.hooks.wrap_step(iterate)
         while not run.progress.finished and run.stop_reason is None:
             step(run, batches)
+            if run.is_rewound:
+                batches = open_batches(run)
         run.hooks.on_train_end(run)
     # An interrupt (KeyboardInterrupt, SystemExit) is no error of the run, and hooks are not told of it.
     except Exception as error:
@@ -46,6 +46,12 @@ def iterate(run: Run, batches: Iterator[Batch]) -> None:
     run.hooks.on_step_start(run)
     result = train_step(run, batches)
     run.hooks.on_step_end(run, result)
+
+
+def open_batches(run: Run) -> Iterator[Batch]:
+    """The run's microbatches from where it is."""
+    run.is_rewound = False
+    return time_batches(run.data.open("train", run.progress.consumed_train_samples), run.timers("batch-generator", 2))
 
 
 def time_batches(batches: Iterator[Batch], timer: Timer) -> Iterator[Batch]:

@@ -123,6 +123,10 @@ class Metrics:
         all ranks call it."""
         self._open_tables.append(table)
 
+    def drop_step(self) -> None:
+        """Forget what was recorded since the last call of `end_step`: the step does not count."""
+        self._open, self._open_losses, self._open_texts, self._open_tables = [], [], [], []
+
     def end_step(self, iteration: int) -> None:
         """Count what was recorded since the last call to this iteration."""
         row = Row(iteration, texts=self._open_texts, tables=self._open_tables)

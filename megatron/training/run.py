@@ -99,6 +99,15 @@ class StepResult:
 
 
 @dataclass(frozen=True)
+class PassedOver:
+    """Data that were not trained on."""
+
+    first_sample: int
+    last_sample: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """Mean losses over one evaluation."""
 
@@ -169,6 +178,13 @@ class Run:
     """Of the hidden states that stages exchange in an evaluation; the executor's own when None."""
     metrics: Metrics = field(default_factory=Metrics)
     """Values for the log."""
+    microbatch_losses: Sequence[dict[str, torch.Tensor]] = ()
+    """Of the step under way, after its forward passes: for each microbatch of this rank, name -> [2] = (sum over its
+    tokens, number of its tokens); empty before the last stage."""
+    is_rewound: bool = False
+    """The next step begins with other samples than those that follow the last one's."""
+    passed_over: dict[int, PassedOver] = field(default_factory=dict)
+    """Iterations whose data were taken and not trained on, since this process began."""
     yardstick: Yardstick | None = None
     """Speed that counts as 100 % for MFU; on the first rank, once training starts."""
     save_locks: list[DirectoryLock] = field(default_factory=list)
@@ -238,6 +254,17 @@ class Run:
         if rows:
             self.hooks.on_metrics(self, rows)
 
+    def pass_over(self, reason: str) -> None:
+        """Count the next iteration without training on its data, which the caller has taken or will not take.
+
+        Neither weights nor the learning rate change. All ranks do this together.
+        """
+        first = self.progress.consumed_train_samples
+        samples = self.batch_size.running_global_batch_size(first)
+        # Not "skipped": that counts updates that were not applied because of their gradients.
+        self.progress.advance(samples, skipped=False)
+        self.passed_over[self.progress.iteration] = PassedOver(first, first + samples - 1, reason)
+
     def request_stop(self, reason: str) -> None:
         """End training after the current step. All ranks must ask at the same iteration."""
         # The first reason counts: several hooks may ask in the same iteration.
@@ -265,6 +292,17 @@ class StepWatch(Protocol):
 
 
 @dataclass(frozen=True)
+class Place:
+    """The node and device on which a process computes."""
+
+    node: str = "localhost"
+    device: int = 0
+    """Number of the device, or of the process, on its node."""
+    job: str = "N/A"
+    """SLURM's id of the job."""
+
+
+@dataclass(frozen=True)
 class HookContext:
     """Arguments of `Hook.build` beside the settings."""
 
@@ -274,6 +312,8 @@ class HookContext:
     """Counts of --log-comm-volume."""
     watch: StepWatch | None = None
     """Watch that tells when the job is hung; None for one process, and with --hang-timeout 0."""
+    place: Place = field(default_factory=Place)
+    """This process's."""
 
 
 # The order is what makes two guarantees: a value is written before anything acts on it, and everything has acted before

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,6 @@ from megatron.core.timers import Timers
 from megatron.core.traffic import Traffic
 from megatron.core.transformer.execution.compilation import compile_regions, find_obstacle
 from megatron.core.transformer.execution.cuda_graphs import record_layers
-from megatron.training.attention_logits import AttentionLogits
 from megatron.training.checkpoint.foreign_files import prepare_foreign_save
 from megatron.training.checkpoint.save_and_load import load_checkpoint
 from megatron.training.checkpoint.save_directories import prepare_save, refuse_to_undo
@@ -52,8 +52,9 @@ from megatron.training.launch.crash_loop import refuse_crash_loop
 from megatron.training.launch.initialize import Process
 from megatron.training.launch.memory_limits import refuse_oversize
 from megatron.training.metrics import Metrics
+from megatron.training.recipes.attention_logits import AttentionLogits
 from megatron.training.recipes.recipe import Recipe
-from megatron.training.run import Hook, HookContext, Progress, Run, list_none
+from megatron.training.run import Hook, HookContext, Place, Progress, Run, list_none
 
 
 def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[Hook] = ()) -> Run:
@@ -68,11 +69,12 @@ def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[H
     process = meter_groups(config, process, traffic, recipe)
     # Before anything that takes long: a --save that cannot be written, or that another run writes to.
     save_locks = prepare_save(config.checkpoint, process.groups.world)
+    place = Place(socket.gethostname(), process.launch.local_rank, process.launch.job)
     try:
         on_first_rank(process.groups.world, lambda: refuse_crash_loop(config))
         prepare_foreign_save(config, recipe, process.groups.world)
         run = build_run(
-            config, process, recipe, [*build_hooks(config, HookContext(recipe, traffic, process.watch)), *hooks]
+            config, process, recipe, [*build_hooks(config, HookContext(recipe, traffic, process.watch, place)), *hooks]
         )
         run.save_locks = save_locks
         # Last, because it writes into the memory of everything in the run: weights, optimizer, schedule, progress,

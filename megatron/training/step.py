@@ -21,20 +21,10 @@ def train_step(run: Run, batches: Iterator[Batch]) -> StepResult:
 
     batches: this rank's microbatches. Results stay tensors on the device until a hook reads them.
     """
-    num_microbatches = run.num_microbatches
     samples = run.batch_size.running_global_batch_size(run.progress.consumed_train_samples)
 
-    # 1. Clear. Gradients live in flat buffers, not in `param.grad`.
-    for chunk in run.model:
-        chunk.zero_grad_buffer()
-
-    # 2. Forward and backward. The schedule is the order, the executor runs it.
-    with run.timers("forward-backward", 1, barrier=True):
-        outputs = run.executor.run(run.schedule(num_microbatches), run.recipe.forward_step, batches)
-
-    # 3. Finish gradients: mean over the data-parallel ranks, sum of those that are partial.
-    num_tokens = outputs.num_tokens if run.config.model.calculate_per_token_loss else None
-    finalize_model_grads(run.model, num_tokens, pg_collection=run.groups, timers=run.timers)
+    # 1. to 3. Clear, forward and backward, finish gradients.
+    compute_gradients(run, batches)
 
     # 4. Update: clip to the global norm, then AdamW.
     run.hooks.on_gradients(run)
@@ -48,13 +38,30 @@ def train_step(run: Run, batches: Iterator[Batch]) -> StepResult:
         run.scheduler.step(samples)
 
     return StepResult(
-        losses=reduce_losses(run, outputs.loss_dicts),
+        losses=reduce_losses(run, run.microbatch_losses),
         grad_norm=update.grad_norm,
         skipped=update.skipped,
         learning_rate=get_learning_rate(run),
         samples=samples,
         loss_scale=loss_scale,
     )
+
+
+def compute_gradients(run: Run, batches: Iterator[Batch]) -> None:
+    """Forward and backward of one global batch: leaves its gradients in the flat buffers, and its losses in
+    `run.microbatch_losses`. The step's first three parts, which may be done again (rerun/)."""
+    # 1. Clear. Gradients live in flat buffers, not in `param.grad`.
+    for chunk in run.model:
+        chunk.zero_grad_buffer()
+
+    # 2. Forward and backward. The schedule is the order, the executor runs it.
+    with run.timers("forward-backward", 1, barrier=True):
+        outputs = run.executor.run(run.schedule(run.num_microbatches), run.recipe.forward_step, batches)
+    run.microbatch_losses = outputs.loss_dicts
+
+    # 3. Finish gradients: mean over the data-parallel ranks, sum of those that are partial.
+    num_tokens = outputs.num_tokens if run.config.model.calculate_per_token_loss else None
+    finalize_model_grads(run.model, num_tokens, pg_collection=run.groups, timers=run.timers)
 
 
 def reduce_losses(run: Run, loss_dicts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -36,7 +36,6 @@ ENGINE_TOWER = (
 )
 TRAINING_ROOMS = (
     "training.config",
-    "training.attention_logits",
     "training.metrics",
     "training.data",
     "training.recipes",
@@ -45,6 +44,7 @@ TRAINING_ROOMS = (
     "training.checkpoint",
     "training.flags",
     "training.launch",
+    "training.rerun",
     "training.loop",
     "training.hooks",
     "training.setup",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,27 @@ def build_rng_document(group: Group, layout: Mapping[str, int]) -> dict[str, Any
     return {"layout": dict(layout), "ranks": all_gather_object(entry, group)}
 
 
+@dataclass(frozen=True)
+class RandomState:
+    """All generators of this process at one moment."""
+
+    python: tuple[Any, ...]
+    numpy: Any
+    torch: dict[str, torch.Tensor]
+
+    @classmethod
+    def take(cls) -> RandomState:
+        """The state now."""
+        states = {name: state.clone() for name, state in get_torch_states().items()}
+        return cls(random.getstate(), np.random.get_state(legacy=True), states)
+
+    def put_back(self) -> None:
+        """Let all generators go on from here."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        _restore_torch(self.torch)
+
+
 def explain_unrestorable_state(document: dict[str, Any], group: Group, layout: Mapping[str, int]) -> str | None:
     """None when this job can continue the saved states; otherwise the reason, the same on all ranks."""
     if len(document["ranks"]) != group.size():
@@ -79,6 +101,10 @@ def restore(document: dict[str, Any], tensors: ShardedStateDict, rank: int) -> N
     np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
     prefix = f"{RNG_PREFIX}{rank}."
     states = {key.removeprefix(prefix): tensor.data for key, tensor in tensors.items() if key.startswith(prefix)}
+    _restore_torch(states)
+
+
+def _restore_torch(states: Mapping[str, torch.Tensor]) -> None:
     # Before the streams, which are stored apart: setting them does not touch the generators set here.
     set_rng_state({name: state for name, state in states.items() if not name.startswith(_STREAM)})
     streams = {name.removeprefix(_STREAM): state for name, state in states.items() if name.startswith(_STREAM)}

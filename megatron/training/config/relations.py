@@ -9,6 +9,7 @@ concerns one group alone stands in the `problems` of that group.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from megatron.core.config_base import name_divisors, name_multiples
 from megatron.core.datasets.blend import read_shares
@@ -55,6 +56,23 @@ def derive_across_groups(run: RunGroups) -> None:
     # The optimizer is given parameters, not the model's settings.
     run.optimizer.bf16, run.optimizer.fp16 = model.bf16, model.fp16
     run.optimizer.width_multiplier = model.width_multiplier
+
+
+def bad_numbers_can_be_left(run: RunGroups) -> Iterator[str]:
+    """--nan-policy rollback goes back to the run's own checkpoints."""
+    save, load = run.checkpoint.save, run.checkpoint.load
+    if run.reliability.nan_policy == "rollback" and (save is None or load is None or Path(save) != Path(load)):
+        yield (
+            f"--nan-policy rollback goes back to a checkpoint of --save, found {save or 'none'}, by --load, found "
+            f"{load or 'none'}; give both the same directory, or use --nan-policy skip"
+        )
+    if run.data.dataloader_type == "external" and (
+        run.reliability.nan_policy != "stop" or run.reliability.rerun_mode != "disabled"
+    ):
+        yield (
+            "--dataloader-type external gives each batch once, and --nan-policy and --rerun-mode compute a step again; "
+            "leave those out, or use --dataloader-type single"
+        )
 
 
 def run_is_described(run: RunGroups) -> Iterator[str]:
@@ -338,6 +356,6 @@ RELATIONS = (
     growing_batch_is_possible, units_agree, there_is_a_step, warmup_ends_before_the_decay, warmup_rises,
     final_decay_has_a_length,
     constant_weight_decay_is_said_once, weights_come_from_somewhere, checkpoint_format_fits_the_sharding,
-    upstream_knows_what_is_saved, copies_of_local_files_have_their_ranks,
+    bad_numbers_can_be_left, upstream_knows_what_is_saved, copies_of_local_files_have_their_ranks,
     profiled_ranks_exist,
 )  # fmt: skip

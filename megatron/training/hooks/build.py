@@ -22,7 +22,9 @@ from megatron.training.hooks.fp8_measures import FP8Hook
 from megatron.training.hooks.guards import NonFiniteHook, OutlierHook
 from megatron.training.hooks.hangs import HangWatchHook
 from megatron.training.hooks.housekeeping import CollectiveTimeoutHook, FreeMemoryHook, GarbageCollectionHook
+from megatron.training.hooks.injected_faults import InjectedFaultsHook
 from megatron.training.hooks.iterations import SkipIterationsHook
+from megatron.training.hooks.ledger import LedgerHook
 from megatron.training.hooks.measures import (
     AttentionLogitsHook,
     BalanceHook,
@@ -40,6 +42,7 @@ from megatron.training.hooks.replicas import WeightHashHook
 from megatron.training.hooks.routes import RoutingReplayHook, RoutingTraceHook
 from megatron.training.hooks.simulated_faults import SimulatedFaultsHook
 from megatron.training.hooks.stragglers import StragglerHook
+from megatron.training.hooks.validation import ValidationHook
 from megatron.training.hooks.writers import MetricsFileHook, TensorBoardHook, WandbHook
 from megatron.training.run import Hook, HookContext
 
@@ -50,10 +53,11 @@ HOOKS: tuple[type[Hook], ...] = (
     TimingHook, MemoryHook, PipelineClockHook, NamedRangesHook, ProfilerHook, MemoryHistoryHook, HangWatchHook,
     StragglerHook,
     # Phase.WRITE
-    ConsoleHook, MetricsFileHook, TensorBoardHook, WandbHook, ProgressHistoryHook,
+    ConsoleHook, MetricsFileHook, TensorBoardHook, WandbHook, ProgressHistoryHook, LedgerHook,
     # Phase.CONTROL
-    CrashLoopHook, SimulatedFaultsHook,
-    NonFiniteHook, WeightHashHook, OutlierHook, CollectiveTimeoutHook, FreeMemoryHook, GarbageCollectionHook,
+    CrashLoopHook, SimulatedFaultsHook, InjectedFaultsHook,
+    ValidationHook, NonFiniteHook, WeightHashHook, OutlierHook, CollectiveTimeoutHook, FreeMemoryHook,
+    GarbageCollectionHook,
     EvaluationHook, NonLossDataHook, SkipIterationsHook, ExitHook,
     # Phase.SAVE
     ParamsDumpHook, WeightGradsDumpHook, ActivationsDumpHook, ActivationGradsDumpHook, TokensPerExpertDumpHook,

@@ -29,7 +29,7 @@ class CrashLoopHook(Hook):
         self._attempt = 1
         self._iteration = 0
         self._failed_at: int | None = None
-        """Where the attempt before this one ended, until the run is beyond that."""
+        """Iteration in which the attempt before this one ended, until the run is beyond that."""
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> CrashLoopHook | None:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.errors import NonFiniteError, say
 from megatron.training.config.container import RunConfig
 from megatron.training.metrics import Row
-from megatron.training.run import Hook, HookContext, Run
+from megatron.training.rerun.replay import StepStart, find_first_bad
+from megatron.training.run import Hook, HookContext, Run, Step
+
+if TYPE_CHECKING:
+    from megatron.training.data.loading import Batch
 
 # Both numbers are upstream's.
 SAMPLES = 100
@@ -35,6 +39,23 @@ class NonFiniteHook(Hook):
         """Return the hook for --check-for-nan-in-loss-and-grad; None where it is not asked for."""
         return cls() if config.ddp.check_for_nan_in_grad else None
 
+    def __init__(self) -> None:
+        self._starts: dict[int, StepStart] = {}
+        """Of the steps whose values have not been read."""
+
+    def wrap_step(self, step: Step) -> Step:
+        """The step; where it ends the run, the sentence says which value was the first that is no number."""
+
+        def explain(run: Run, batches: Iterator[Batch]) -> None:
+            iteration = run.progress.iteration + 1
+            self._starts[iteration] = StepStart.take(run)
+            try:
+                step(run, batches)
+            except NonFiniteError as error:
+                raise error if error.is_explained else self._explain(run, error, iteration) from error
+
+        return explain
+
     def on_step_start(self, run: Run) -> None:
         """A step whose values are read anyway is checked at once."""
         # iteration + 1: the count goes up in the step that begins here.
@@ -47,21 +68,37 @@ class NonFiniteHook(Hook):
             samples = f"samples {last + 1 - int(row['global_batch_size'])} to {last}"
             # With --fp16 a skipped update is the loss scaler at work, not an error.
             if row["skipped"]:
+                self._starts.pop(row.iteration, None)
                 continue
             if row.has_nan:
                 values = ", ".join(f"{name} {loss}" for name, loss in row.losses.items())
-                raise NonFiniteError(
+                error = NonFiniteError(
                     f"iteration {row.iteration}: {values}; the run has diverged: lower --lr, lengthen the warm-up, or "
                     f"look at {samples}; "
-                    "--no-check-for-nan-in-loss-and-grad counts such iterations instead of stopping"
+                    "--no-check-for-nan-in-loss-and-grad counts such iterations instead of stopping",
+                    row.iteration,
                 )
+                raise self._explain(run, error, row.iteration)
             # A missing value reads as NaN, too, hence the second condition.
             if not math.isfinite(row["grad_norm"]) and row.values["grad_norm"] is not None:
-                raise NonFiniteError(
+                error = NonFiniteError(
                     f"iteration {row.iteration}: the gradient norm is {row['grad_norm']}; nothing was updated since: "
-                    f"lower --lr, look at {samples}, or pass --no-check-for-nan-in-loss-and-grad to skip such updates; "
-                    "with --log-interval 1 the parameter is named"
+                    f"lower --lr, look at {samples}, or pass --no-check-for-nan-in-loss-and-grad to skip such updates",
+                    row.iteration,
                 )
+                raise self._explain(run, error, row.iteration)
+            self._starts.pop(row.iteration, None)
+
+    def _explain(self, run: Run, error: NonFiniteError, iteration: int) -> NonFiniteError:
+        """The same error, which says what was first; where the step can be computed again."""
+        start = self._starts.get(iteration)
+        if start is None:
+            return error
+        # Nothing was updated since that step: its weights are still those of then.
+        start.put_back(run)
+        first = find_first_bad(run)
+        then = "computed again, all its values are finite" if first is None else f"first of all {first}"
+        return NonFiniteError(f"{error}; {then}", iteration, is_explained=True)
 
 
 class OutlierHook(Hook):

@@ -36,13 +36,11 @@ class SkipIterationsHook(Hook):
             if iteration not in self.iterations:
                 step(run, batches)
                 return
-            samples = run.batch_size.running_global_batch_size(run.progress.consumed_train_samples)
             # The microbatches are taken, not trained on: later iterations see the samples they would see without the
             # flag.
             for _ in range(run.num_microbatches):
                 next(batches)
-            # Not "skipped": that counts updates that were not applied because of their gradients.
-            run.progress.advance(samples, skipped=False)
+            run.pass_over(f"--iterations-to-skip {iteration}")
             if run.is_first_rank:
                 say(f"iteration {iteration} is passed over: --iterations-to-skip {iteration}")
 

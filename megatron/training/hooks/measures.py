@@ -20,10 +20,10 @@ from megatron.core.traffic import Traffic
 from megatron.core.transformer.moe.router import LOSS_NAMES, TopKRouter, read_loss_coefficients
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLoss
 from megatron.planner.throughput import build_yardstick
-from megatron.training.attention_logits import AttentionLogits
 from megatron.training.config.container import RunConfig
 from megatron.training.data.planned_batches import StepPlan
 from megatron.training.metrics import Row
+from megatron.training.recipes.attention_logits import AttentionLogits
 from megatron.training.run import Hook, HookContext, Phase, Run, StepResult
 
 

@@ -32,13 +32,29 @@ _USUAL_FACTOR = 2.0
 _FRACTION_BITS = {2: (torch.int16, {torch.bfloat16: 6, torch.float16: 9}), 4: (torch.int32, {torch.float32: 22})}
 
 
+class StrikeNotes:
+    """Which faults have struck in the life of a run, restarts included."""
+
+    def __init__(self, save: str | None) -> None:
+        # Without --save, where all attempts of one launcher meet: they have the same parent.
+        self._path = Path(save or tempfile.gettempdir()) / (_NOTES if save else f"{_NOTES}_{os.getppid()}")
+
+    def is_first_time(self, fault: str) -> bool:
+        """Note the fault before it strikes: afterwards nobody may be there to do it."""
+        self._path.mkdir(parents=True, exist_ok=True)
+        try:
+            (self._path / hashlib.sha256(fault.encode()).hexdigest()[:16]).open("x").close()
+        except FileExistsError:
+            return False
+        return True
+
+
 class SimulatedFaultsHook(Hook):
     """Brings the faults of this rank about: most before the first micro-batch of their iteration."""
 
     def __init__(self, faults: Sequence[SimulatedFault], save: str | None) -> None:
         self._faults = list(faults)
-        # Without --save, where all attempts of one launcher meet: they have the same parent.
-        self._notes = Path(save or tempfile.gettempdir()) / (_NOTES if save else f"{_NOTES}_{os.getppid()}")
+        self._notes = StrikeNotes(save)
         self._slow_factor = 1.0
         self._worked_until = 0.0
 
@@ -84,18 +100,9 @@ class SimulatedFaultsHook(Hook):
                 self._slow_factor = float(fault.value or _USUAL_FACTOR)
                 continue
             self._faults.remove(fault)
-            if fault.iteration == iteration and self._is_first_time(fault):
+            if fault.iteration == iteration and self._notes.is_first_time(str(fault)):
                 say(f"note: --simulate-fault {fault}", sys.stderr)
                 _STRIKES[fault.kind](run, fault)
-
-    def _is_first_time(self, fault: SimulatedFault) -> bool:
-        """Note the fault before it strikes: afterwards nobody may be there to do it."""
-        self._notes.mkdir(parents=True, exist_ok=True)
-        try:
-            (self._notes / hashlib.sha256(str(fault).encode()).hexdigest()[:16]).open("x").close()
-        except FileExistsError:
-            return False
-        return True
 
     def _be_slow(self, *_: Any) -> None:
         if self._slow_factor > 1.0:

@@ -29,7 +29,7 @@ _LONGEST = 2000
 
 @dataclass(frozen=True)
 class Failure:
-    """How one attempt ended."""
+    """The end of one attempt."""
 
     attempt: int
     iteration: int
@@ -40,7 +40,7 @@ class Failure:
 
     @property
     def place(self) -> tuple[int, str, str]:
-        """What is equal for failures that repeat each other."""
+        """The part that is equal for failures that repeat each other."""
         return self.iteration, _CHANGING.sub("*", self.sentence), self.settings
 
 
@@ -80,7 +80,7 @@ class FailureRecord:
         self._append({"passed": iteration})
 
     def count_repetitions(self) -> int:
-        """How many failures in succession, up to the last one, repeat each other."""
+        """Count the failures in succession, up to the last one, that repeat each other."""
         failures = self.read()
         places = [failure.place for failure in failures]
         return next((n for n, place in enumerate(reversed(places)) if place != places[-1]), len(places))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import os
 import re
 import sys
@@ -44,17 +45,20 @@ class Launch:
     """torchrun's agent already serves the meeting point; rank 0 need not open it."""
     attempt: int = 0
     """How often torchrun has restarted the job: an earlier attempt's messages are not ours."""
+    job: str = "N/A"
+    """SLURM's id of the job."""
 
 
 def read_launch(environ: Mapping[str, str]) -> Launch:
     """The launch that `environ` describes. Raises ConfigError that names each variable that cannot be used."""
     # RANK decides: torchrun started inside of a SLURM job sets it, and the SLURM variables then describe torchrun
     # itself. WORLD_SIZE alone is what some SLURM scripts export for the program to read.
+    launch = Launch()
     if "RANK" in environ or ("WORLD_SIZE" in environ and "SLURM_PROCID" not in environ):
-        return _read_torchrun_launch(environ)
-    if "SLURM_PROCID" in environ and "SLURM_NTASKS" in environ:
-        return _read_slurm_launch(environ)
-    return Launch()
+        launch = _read_torchrun_launch(environ)
+    elif "SLURM_PROCID" in environ and "SLURM_NTASKS" in environ:
+        launch = _read_slurm_launch(environ)
+    return dataclasses.replace(launch, job=environ.get("SLURM_JOB_ID", launch.job))
 
 
 def add_world_size(environ: Mapping[str, str]) -> dict[str, str]:
