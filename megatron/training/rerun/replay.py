@@ -20,8 +20,8 @@ from megatron.training.step import compute_gradients
 
 @dataclass(frozen=True)
 class StepStart:
-    """State that a step changes before its update: counts, generators and, where asked for, buffers such as the biases of
-    experts."""
+    """State that a step changes before its update: counts, generators and, where asked for, buffers such as expert
+    biases."""
 
     progress: dict[str, int]
     random: RandomState
