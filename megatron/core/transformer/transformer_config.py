@@ -129,6 +129,12 @@ class TransformerConfig(
         yield from self.kernel_problems()
         if "mla_up_proj" in (self.recompute_modules or ()) and not self.multi_latent_attention:
             yield "--recompute-modules mla_up_proj needs --multi-latent-attention, which has that projection"
+        kinds = {branch.kind for branch in read_plan(self).branches()}
+        if "gdn_norm_out" in (self.recompute_modules or ()) and not kinds & {"gated_delta_net", "gated_delta_net_2"}:
+            yield (
+                "--recompute-modules gdn_norm_out needs a gated delta net, the letter G or --linear-attention-freq; "
+                "leave it out"
+            )
         if self.overlap_moe_expert_parallel_comm:
             yield from self._exchanges_can_be_hidden()
         elif self.overlap_dispatch_backward_with_experts_wgrad:

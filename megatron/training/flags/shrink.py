@@ -122,6 +122,8 @@ def _shrink_model(values: Mapping[str, Any], given: set[str], layout: Mapping[st
     # Every n-th layer without positions: n must divide the layers.
     if isinstance(values["no_rope_freq"], int):
         layers = max(layers, 4)
+    if values["linear_attention_freq"] is not None:
+        layers = max(layers, 2 * chunks)
     letters = _shrink_letters(values["hybrid_layer_pattern"], chunks)
     sizes: dict[str, Any] = letters | {
         "num_layers": layers, "hidden_size": 16 * _HEADS, "num_attention_heads": _HEADS, "seq_length": _LENGTH,
@@ -131,10 +133,13 @@ def _shrink_model(values: Mapping[str, Any], given: set[str], layout: Mapping[st
     if letters:
         del sizes["num_layers"]
     shared = 2 if values["linear_num_value_heads"] > values["linear_num_key_heads"] else 1
+    # Whether given or not: defaults are those of large models.
+    if "M" in (values["hybrid_layer_pattern"] or ""):
+        sizes |= {"mamba_num_heads": 8, "mamba_head_dim": 16, "mamba_num_groups": 2, "mamba_state_dim": 16}
+    if values["linear_attention_freq"] is not None or {"G", "K"} & set(values["hybrid_layer_pattern"] or ""):
+        sizes |= {"linear_num_key_heads": 4, "linear_num_value_heads": 4 * shared, "linear_key_head_dim": 16,
+                  "linear_value_head_dim": 16}  # fmt: skip
     small = {
-        "mamba_num_heads": 8, "mamba_head_dim": 16, "mamba_num_groups": 2, "mamba_state_dim": 16,
-        "linear_num_key_heads": 4, "linear_num_value_heads": 4 * shared, "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
         "ffn_hidden_size": 128, "kv_channels": 16, "window_size": (15, 0), "attention_chunk_size": 16,
         "attn_temperature_floor": 8, "mup_base_hidden_size": 32,
         "q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16,
@@ -145,7 +150,7 @@ def _shrink_model(values: Mapping[str, Any], given: set[str], layout: Mapping[st
         sizes |= {"num_query_groups": groups, "group_query_attention": True}
     else:
         sizes["num_query_groups"] = None
-    for name in ("no_rope_freq", "window_attn_skip_freq", "moe_layer_freq"):
+    for name in ("no_rope_freq", "window_attn_skip_freq", "moe_layer_freq", "linear_attention_freq"):
         if isinstance(values[name], int):
             sizes[name] = 2 if values[name] > 1 else values[name]
         elif values[name] is not None:

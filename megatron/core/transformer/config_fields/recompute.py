@@ -34,7 +34,17 @@ class RecomputeFields(PipelineFields):
     recompute_modules: list[str] | None = flag(
         None,
         nargs="+",
-        choices=("core_attn", "layernorm", "mlp", "mlp_act", "mla_up_proj", "moe_act", "moe", "shared_experts"),
+        choices=(
+            "core_attn",
+            "layernorm",
+            "mlp",
+            "mlp_act",
+            "mla_up_proj",
+            "moe_act",
+            "moe",
+            "shared_experts",
+            "gdn_norm_out",
+        ),
         metavar="PART",
         kind="kernel",
         needs=_SELECTIVE,
@@ -43,7 +53,8 @@ class RecomputeFields(PipelineFields):
     the output of the norms before attention and MLP; mlp, the whole MLP; mlp_act, what it multiplies second, SwiGLU of
     the first product's output, also of the shared expert; mla_up_proj, queries, keys and values of
     latent attention from its latent vectors; moe, the whole layer of experts; moe_act, what experts multiply second;
-    shared_experts, the shared expert. core_attn when not given."""
+    shared_experts, the shared expert; gdn_norm_out, the gated output of a gated delta net, which is computed again in
+    any case. core_attn when not given."""
     moe_layer_recompute: bool = flag(
         False, kind="kernel", needs=Needs("--num-experts", lambda run: run.num_moe_experts is not None)
     )
