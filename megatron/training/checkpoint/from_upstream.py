@@ -104,6 +104,9 @@ def find_upstream_changes(common: CommonState, config: RunConfig) -> list[Change
             # A GPT has no letters, and settings of earlier releases have no such name.
             elif name == "hybrid_layer_pattern":
                 saved[group][name] = then or common.args.get("hybrid_override_pattern")
+            # It knows no other way.
+            elif name == "linear_norm_1p":
+                saved[group][name] = True
             # None says that the model is dense, where it says anything.
             elif name == "num_moe_experts" and then is None and "num_experts" in common.args:
                 saved[group][name] = None

@@ -298,6 +298,8 @@ def upstream_knows_what_is_saved(run: RunGroups) -> Iterator[str]:
         yield f"{written} is written while training waits; leave out --async-save, or use --ckpt-format torch_dist"
     if "K" in (model.hybrid_layer_pattern or ""):
         yield f"{written} has no names for Kimi delta attention (letter K); use --ckpt-format torch_dist"
+    if model.layernorm_zero_centered_gamma and not model.linear_norm_1p:
+        yield f"{written} stores norms of delta nets less one; leave out {run.say('linear_norm_1p')}, or use torch_dist"
     if not checkpoint.no_save_optim:
         reason = None
         if run.optimizer.optimizer not in ("adam", "sgd"):

@@ -175,6 +175,14 @@ def test_a_hybrid_takes_over_a_gpt(kind: str, tmp_path: Path, capsys: pytest.Cap
         prepare(*flags, "--load", tmp_path, "--no-initialization")
 
 
+def test_norms_of_heads_that_are_stored_otherwise(tmp_path: Path) -> None:
+    flags = (*LETTERS, "--apply-layernorm-1p", "--bf16")
+    write(tmp_path, "letters", "torch", draw(LETTERS))
+    prepare(*flags, "--load", tmp_path)
+    with pytest.raises(CheckpointError, match="--no-linear-norm-1p|--linear-norm-1p"):
+        prepare(*flags, "--no-linear-norm-1p", "--load", tmp_path)
+
+
 def test_main_parameters_without_the_optimizer(tmp_path: Path) -> None:
     full = draw(DENSE)
     write(tmp_path, "tp 2", "dp_reshardable", full)

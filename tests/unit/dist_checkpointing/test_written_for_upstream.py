@@ -278,6 +278,10 @@ def test_learning_rates_of_their_own(form: str, output: tuple[str, ...], tmp_pat
 REFUSED = [
     ("--async-save --save x", "--ckpt-format torch is written while training waits; leave out --async-save"),
     ("--optimizer muon", "--ckpt-format torch has no place for the optimizer's state with --optimizer muon"),
+    (
+        "--hybrid-layer-pattern G --apply-layernorm-1p --no-linear-norm-1p",
+        "--ckpt-format torch stores norms of delta nets less one; leave out --no-linear-norm-1p",
+    ),
     ("--hybrid-layer-pattern MK", r"--ckpt-format torch has no names for Kimi delta attention \(letter K\)"),
 ]
 
