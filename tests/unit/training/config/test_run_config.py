@@ -296,11 +296,17 @@ def made(config_class: type, values: dict[str, Any]) -> tuple[Any, list[str]]:
 @given(drawn_settings(), st.sampled_from([1, 3, 16]))
 @example({"distribute_saved_activations": True, "sequence_parallel": True}, 1)
 @example({"moe_aux_loss_coeff": [-0.5, float("nan")]}, 1)
+@example({"enable_cuda_graph": True, "fp8": "e4m3"}, 1)
 def test_python_says_what_the_command_line_says(drawn: dict[str, Any], world_size: int) -> None:
     """Nonsense in one setting, between the settings of a group, and between groups."""
     values = BASE | drawn
     argv = [word for name, value in values.items() for word in words(name, value)]
-    said = {problem.text for problem in examine(argv, {"WORLD_SIZE": str(world_size)}).problems}
+    examination = examine(argv, {"WORLD_SIZE": str(world_size)})
+    said = {problem.text for problem in examination.problems}
+    if any(note.startswith("CUDA graphs have no effect with") for note in examination.config.notes):
+        # A command line leaves them out; a config in Python is refused, since it has no notes.
+        values = {name: value for name, value in values.items() if "cuda_graph" not in name}
+        said = {text for text in said if "cuda-graph" not in text}
     groups: dict[str, Any] = {}
     refused: list[str] = []
     for group in group_classes():
