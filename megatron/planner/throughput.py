@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from megatron.core import device as device_module
 from megatron.core.plan.kinds import find_kind
-from megatron.core.plan.model_plan import BranchOptions
 from megatron.core.plan.read import read_plan
 from megatron.core.tensor_parallel.products import multiply_by_onednn, takes_onednn
 from megatron.planner.memory import count_layers
@@ -65,7 +64,7 @@ def count_products(
     per_token += depths * (2 * hidden * hidden + 3 * hidden)
     branches = [branch for layer in used for branch in layer.branches]
     if sees_all:
-        branches = [branch._replace(options=BranchOptions()) for branch in branches]
+        branches = [branch._replace(options=branch.options._replace(window=None, chunk=None)) for branch in branches]
     return per_token, sum(find_kind(branch.kind).work(model, branch, seq_length) for branch in branches)
 
 

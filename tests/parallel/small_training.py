@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+
 import torch.distributed as dist
 
 from megatron.training.config.container import RunConfig
@@ -90,6 +92,20 @@ OPTIONS = {
         --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 5 --qk-layernorm --latent-norm-epsilon 1e-3
         --linear-num-key-heads 4 --linear-num-value-heads 4 --linear-key-head-dim 6 --linear-value-head-dim 6
         --linear-gate-rank 5 --linear-allow-neg-eigval --output-norm-freq [0,1,0,1]""",
+    # Layers of different shapes: none or a matrix in place of attention and of the MLP; other widths.
+    "shapes": """--position-embedding-type rope --normalization RMSNorm --swiglu --ffn-hidden-size 48
+        --group-query-attention --num-query-groups 2 --heterogeneous-layers-config-encoded-json """
+    + json.dumps(
+        {
+            "block_configs": [
+                {"attention": {"num_query_groups": None}, "ffn": {"ffn_hidden_size": 20}},
+                {"attention": {"no_op": True}, "ffn": {"replace_with_linear": True}},
+                {"attention": {"replace_with_linear": True}, "ffn": {"no_op": True}},
+                {"attention": {"num_query_groups": 2}, "ffn": {"ffn_mult": None}},
+            ]
+        },
+        separators=(",", ":"),
+    ),
     "sandwich": """--disable-bias-linear --norm-placement both --normalization RMSNorm --apply-layernorm-1p
         --geglu --openai-gelu --activation-func-clamp-value 0.05 --glu-linear-offset 1 --embedding-multiplier 4
         --residual-multiplier 0.7 --logit-multiplier 0.8 --use-mup --mup-base-hidden-size 16

@@ -52,6 +52,7 @@ SMALL = {
         "pp2,--recompute-granularity full,--recompute-method block,--recompute-num-layers 1",
     ],
     "beside": ["tp2,sp", "cp2", "pp2,dp2,dist-opt"],
+    "shapes": ["tp2,sp", "tp2,pp2,dp2,dist-opt"],
     "kimi": ["tp2,sp,pp2", "dp2,dist-opt"],
     "deepseek": ["tp2,sp,ep2,etp1,--moe-token-dispatcher-type=alltoall", "tp2,pp2,ep2,etp1"],
 }  # fmt: skip

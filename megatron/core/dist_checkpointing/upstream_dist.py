@@ -73,6 +73,8 @@ _BEGINNINGS = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
     ("mlp.experts.experts.", "mlp.experts."),
+    ("self_attention.layer_norm_", "input_layernorm."),
+    ("mlp.layer_norm_", "pre_mlp_layernorm."),
 )
 """How what follows the layer's number begins: in upstream's names, where a norm is part of the linear layer after it,
 and in ours."""
@@ -89,6 +91,10 @@ _MIXER_BEGINNINGS = (
 )
 """The same of state mixers, whose first projection has the norm; a convolution's parameters have such names in the
 format torch alone."""
+
+
+_ONE_MATRIX = {"input_layernorm.": "linear_for_attention", "pre_mlp_layernorm.": "linear_for_mlp"}
+"""Norms whose projection may be all there is of attention or of an MLP, and the kind that it is then."""
 
 
 class SavedSlice(NamedTuple):
@@ -294,7 +300,7 @@ def name_upstream(name: str, *, kept: Collection[str] = (), layer: LayerPlan | N
     """Upstream's name of a tensor that is called `name` here, with its layer's number.
 
     kept: beginnings, in our names behind that number, of those that upstream has in the same place. layer: what it is
-    in, where that may be a state mixer.
+    in, where that may be a state mixer, or a matrix in place of attention.
     """
     found = _LAYERS.fullmatch(name)
     if found is None or found["number"] is None:
@@ -306,6 +312,8 @@ def name_upstream(name: str, *, kept: Collection[str] = (), layer: LayerPlan | N
             mixer = next((kind for kind in STATE_KINDS if layer is not None and layer.has(kind.name)), None)
             if mixer is not None and ours == "input_layernorm.":
                 theirs = f"{mixer.attribute}.in_proj.layer_norm_"
+            if layer is not None and layer.has(_ONE_MATRIX.get(ours, "")):
+                theirs = f"{theirs.partition('.')[0]}.layer_norm_"
             return f"{found['start']}.{found['number']}.{inner}{theirs}{rest.removeprefix(ours)}"
     return name
 

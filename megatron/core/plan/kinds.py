@@ -11,6 +11,7 @@
 | mamba            | M      | mixer          | Mamba-2 (state_kinds.py, as the two below)          |
 | gated_delta_net  | G      | self_attention | a gated delta net; gated_delta_net_2 of second form |
 | kimi_delta       | K      | self_attention | Kimi delta attention                                |
+| linear_for_...   |        | both           | a matrix in place of attention, or of an MLP        |
 | parallel         |        | self_attention | attention and Mamba-2 side by side on one input     |
 
 A program of a user's own adds a row by `register_kind`, before it makes a config with the kind's letter.
@@ -66,8 +67,14 @@ def _count_attention(config: Config, branch: Branch) -> Counts:
     hidden, heads = config.hidden_size, config.num_attention_heads
     queries, output = heads * config.query_width, heads * config.value_width * hidden
     gates = queries if config.attention_output_gate else 0
-    packed = hidden * (queries + gates + 2 * config.num_query_groups * config.query_width)
+    packed = hidden * (queries + gates + 2 * _count_groups(config, branch) * config.query_width)
     return Counts(packed + output, replicated=count_norm(config))
+
+
+def _count_groups(config: Config, branch: Branch) -> int:
+    """Key-value heads of a branch."""
+    groups: int = branch.options.query_groups or config.num_query_groups
+    return groups
 
 
 def _count_latent_attention(config: Config, branch: Branch) -> Counts:
@@ -102,12 +109,12 @@ def _count_seen_twice(branch: Branch, seq_length: int) -> int:
 def _keep_attention(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:
     yield from keep_input(config, branch, tokens, "attn_norm", "qkv_linear")
     ranks, heads = config.tensor_model_parallel_size, config.num_attention_heads
-    groups = max(config.num_query_groups, ranks)  # with fewer groups than ranks, each has one whole
+    groups = max(_count_groups(config, branch), ranks)  # with fewer groups than ranks, each has one whole
     per_head = tokens.all * config.query_width * count_bytes(config) / ranks
     packed = per_head * (heads + 2 * groups)
     yield Kept("packed queries, keys, values", packed, place="core_attn", is_factor=True, has_gradient=True)
     # Queries of several heads lie between the keys of their groups; kernels want them without gaps.
-    if heads > config.num_query_groups:
+    if heads > _count_groups(config, branch):
         yield Kept("queries by heads", per_head * heads, place="core_attn")
     yield from _keep_output(config, tokens)
 
@@ -150,11 +157,27 @@ def _work_in_parallel(config: Config, branch: Branch, seq_length: int) -> int:
     return _count_scores(config, branch, seq_length) + MAMBA.work(config, branch, seq_length)
 
 
+# ---- one matrix in place of either
+
+
+def _count_matrix(config: Config, branch: Branch) -> Counts:
+    return Counts(config.hidden_size**2, replicated=count_norm(config))
+
+
+def _keep_for_attention(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:
+    return keep_input(config, branch, tokens, "attn_norm", "qkv_linear")
+
+
+def _keep_for_mlp(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:
+    return keep_input(config, branch, tokens, "mlp_norm", "mlp_fc1")
+
+
 # ---- MLP and experts
 
 
 def _count_mlp(config: Config, branch: Branch) -> Counts:
-    return Counts(_count_inner(config) * config.ffn_hidden_size * config.hidden_size, replicated=count_norm(config))
+    width = branch.options.ffn_hidden_size or config.ffn_hidden_size
+    return Counts(_count_inner(config) * width * config.hidden_size, replicated=count_norm(config))
 
 
 def _count_inner(config: Config) -> int:
@@ -177,7 +200,8 @@ def _count_experts(config: Config, branch: Branch) -> Counts:
 
 def _keep_mlp(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:
     yield from keep_input(config, branch, tokens, "mlp_norm", "mlp_fc1")
-    inner = tokens.all * config.ffn_hidden_size * count_bytes(config) / config.tensor_model_parallel_size
+    width = branch.options.ffn_hidden_size or config.ffn_hidden_size
+    inner = tokens.all * width * count_bytes(config) / config.tensor_model_parallel_size
     yield Kept("the first product", inner * (_count_inner(config) - 1), "mlp", "mlp_act", is_factor=True)
     rounded = inner * share_of_rounded(config, branch)
     yield Kept("the activation", rounded, "mlp_act", "mlp_act", is_factor=True, has_gradient=True)
@@ -218,6 +242,8 @@ _KINDS: dict[str, BranchKind] = {
         BranchKind(
             "parallel", "", "self_attention", _count_parallel, _keep_parallel, _work_in_parallel, "per token",
         ),
+        BranchKind("linear_for_attention", "", "self_attention", _count_matrix, _keep_for_attention),
+        BranchKind("linear_for_mlp", "", "mlp", _count_matrix, _keep_for_mlp),
         BranchKind("mlp", "-", "mlp", _count_mlp, _keep_mlp),
         BranchKind("experts", "E", "mlp", _count_experts, _keep_experts),
         *STATE_KINDS,

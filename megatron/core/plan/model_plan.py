@@ -27,6 +27,10 @@ class BranchOptions(NamedTuple):
     """Rotary angles: the model's, those of layers with a window, or none."""
     norm: str = "input"
     """Place of the norm: on the branch's input, its output, or both, as --norm-placement has it."""
+    query_groups: int | None = None
+    """Key-value heads of attention; the model's when None."""
+    ffn_hidden_size: int | None = None
+    """Inner width of an MLP; the model's when None."""
     multiplier: float = 1.0
     """Factor on the branch's output, beside the model's."""
     context_exchange: str = "p2p"

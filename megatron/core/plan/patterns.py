@@ -56,6 +56,9 @@ class PlanSettings(NamedTuple):
     experimental_attention_variant: str | None
     linear_attention_freq: LayerPattern | None
     mamba_beside_attention: bool
+    heterogeneous_layers_config_encoded_json: str | None
+    hidden_size: int
+    num_attention_heads: int
     mlp_output_multiplier: float
 
     @classmethod

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.errors import ConfigError
+from megatron.core.plan.heterogeneous import FLAG, Block, parse_blocks
 from megatron.core.plan.letters import Letters, find_letters_problem, split_letters
 from megatron.core.plan.model_plan import Branch, LayerPlan, ModelPlan
 from megatron.core.plan.patterns import PlanSettings
@@ -33,7 +34,11 @@ def _build(settings: PlanSettings) -> ModelPlan:
     attention = "parallel" if settings.mamba_beside_attention else attention
     linear = _GATED_DELTA_NETS.get(settings.experimental_attention_variant or "", attention)
 
+    blocks = _read_blocks(settings)
+
     def plan(number: int, name: str) -> LayerPlan:
+        if blocks is not None:
+            return LayerPlan(number, name, tuple(_list_branches(settings, blocks, number)))
         kinds = (
             linear if settings.is_linear(number) else attention,
             "experts" if settings.has_experts(number) else "mlp",
@@ -45,6 +50,55 @@ def _build(settings: PlanSettings) -> ModelPlan:
         tuple(plan(index + 1, f"decoder.layers.{index}") for index in range(layers)),
         tuple(plan(layers + depth + 1, f"mtp.layers.{depth}.mtp_model_layer") for depth in range(with_weights)),
     )
+
+
+def _read_blocks(settings: PlanSettings) -> tuple[Block, ...] | None:
+    """The layers of different shapes; None where all have the model's. A number of layers that is not theirs is
+    complained about elsewhere."""
+    text = settings.heterogeneous_layers_config_encoded_json
+    if text is None or not settings.hidden_size or not settings.num_attention_heads:
+        return None
+    blocks = parse_blocks(text, settings.hidden_size, settings.num_attention_heads)
+    return blocks if len(blocks) == settings.num_layers else None
+
+
+def _list_branches(settings: PlanSettings, blocks: tuple[Block, ...], number: int) -> Iterator[Branch]:
+    block = blocks[number - 1]
+    if block.attention != "none":
+        branch = _branch(settings, "attention" if block.attention == "own" else "linear_for_attention", number)
+        yield branch._replace(options=branch.options._replace(query_groups=block.query_groups))
+    if block.mlp != "none":
+        branch = _branch(settings, "mlp" if block.mlp == "own" else "linear_for_mlp", number)
+        yield branch._replace(options=branch.options._replace(ffn_hidden_size=block.ffn_hidden_size))
+
+
+def block_problems(config: Any) -> Iterator[str]:
+    """Yield what is wrong with layers of different shapes, and with settings that contradict them. Raises ConfigError
+    where their text cannot be read."""
+    text, flag = config.heterogeneous_layers_config_encoded_json, FLAG
+    blocks = parse_blocks(text, config.hidden_size or 1, config.num_attention_heads or 1)
+    if config.num_layers and len(blocks) != config.num_layers:
+        found = f"{flag} has block_configs of {len(blocks)} layers"
+        yield f"{found}, and {config.say('num_layers')}; give one for each layer"
+    for name, neutral in {
+        "hybrid_layer_pattern": None, "multi_latent_attention": False, "num_moe_experts": None, "mtp_num_layers": None,
+        "parallel_residual": False, "linear_attention_freq": None, "mamba_beside_attention": False,
+    }.items():  # fmt: skip
+        if getattr(config, name) != neutral:
+            yield f"{config.say(name)} says what layers are, as {flag} does; leave one of the two out"
+    ranks = config.tensor_model_parallel_size
+    for index, block in enumerate(blocks):
+        groups, width = block.query_groups, block.ffn_hidden_size
+        if groups is not None and groups % ranks and ranks % groups:
+            yield (
+                f"{flag}: block_configs[{index}] has {groups} key-value heads, which "
+                f"{config.say('tensor_model_parallel_size')} cannot share; use a multiple or a divisor of {ranks}"
+            )
+        if width is not None and width % ranks:
+            yield (
+                f"{flag}: block_configs[{index}] has an inner width of {width}, which "
+                f"{config.say('tensor_model_parallel_size')} does not divide; use a multiple of {ranks}"
+            )
 
 
 def _build_from_letters(settings: PlanSettings, pattern: str) -> ModelPlan:
@@ -80,7 +134,7 @@ def _build_from_letters(settings: PlanSettings, pattern: str) -> ModelPlan:
 
 def _branch(settings: PlanSettings, kind: str, number: int) -> Branch:
     options = settings.read_options(number)
-    if kind in ("mlp", "experts"):
+    if kind in ("mlp", "experts", "linear_for_mlp"):
         options = options._replace(multiplier=settings.mlp_output_multiplier)
     return Branch(kind, options, settings.is_low_precision(number))
 

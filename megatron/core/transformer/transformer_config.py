@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 from megatron.core.config_base import derived, flag, get_settings, name_multiples, restore
 from megatron.core.errors import ConfigError
 from megatron.core.plan.patterns import pattern_problems
-from megatron.core.plan.read import letter_problems, read_plan
+from megatron.core.plan.read import block_problems, letter_problems, read_plan
 from megatron.core.transformer.config_fields.attention import AttentionFields
 from megatron.core.transformer.config_fields.cuda_graphs import CudaGraphFields
 from megatron.core.transformer.config_fields.initialization import InitializationFields
@@ -54,6 +55,14 @@ class TransformerConfig(
         plan = read_plan(self)
         # Without --num-layers, which is complained about, no rule is to be silent.
         return not plan.decoder or any(plan.branches(kind))
+
+    def with_query_groups(self, groups: int | None) -> TransformerConfig:
+        """The config of a layer with so many key-value heads: this one where that is None, else a copy of it."""
+        if groups in (None, self.num_query_groups):
+            return self
+        of_layer = copy.copy(self)
+        of_layer.num_query_groups = groups
+        return of_layer
 
     @property
     def has_windows(self) -> bool:
@@ -117,6 +126,12 @@ class TransformerConfig(
             # All rules that ask what a layer is read the letters.
             try:
                 yield from letter_problems(self)
+            except ConfigError as error:
+                yield from error.problems
+                return
+        if self.heterogeneous_layers_config_encoded_json is not None:
+            try:
+                yield from block_problems(self)
             except ConfigError as error:
                 yield from error.problems
                 return

@@ -130,7 +130,10 @@ class TransformerLayer(MegatronModule):
         setattr(self, before, self._norm(getattr(submodules, before), where in ("input", "both")))
         # A dense MLP is the same in every layer.
         number = {} if kind.name == "mlp" else {"layer_number": self.layer_number}
-        module = build_module(spec, config=self.config, pg_collection=groups, **number)
+        if branch.options.ffn_hidden_size is not None:
+            number["width"] = branch.options.ffn_hidden_size
+        config = self.config.with_query_groups(branch.options.query_groups)
+        module = build_module(spec, config=config, pg_collection=groups, **number)
         setattr(self, kind.attribute, module)
         setattr(self, after, self._norm(getattr(submodules, after), where in ("output", "both")))
         return ResidualBranch(

@@ -27,6 +27,8 @@ WeightNames = Literal["own", "local", "engine"]
 _FUSED = {
     "mixer.in_proj": "input_layernorm",
     "self_attention.in_proj": "input_layernorm",
+    "self_attention": "input_layernorm",
+    "mlp": "pre_mlp_layernorm",
     "self_attention.linear_qkv": "input_layernorm",
     "mlp.linear_fc1": "pre_mlp_layernorm",
     "self_attention.linear_q_up_proj": "self_attention.q_layernorm",
@@ -59,7 +61,9 @@ def name_weights(layer: nn.Module, names: WeightNames) -> None:
         experts.show_experts(names)
     for path, of_norm in _FUSED.items() if names == "engine" else ():
         product, norm = _find(layer, path), _find(layer, of_norm)
-        if product is not None and norm is not None and list(norm._parameters):
+        # Attention or an MLP as a whole only where it is one matrix.
+        is_product = product is not None and (path.count(".") or "weight" in product._parameters)
+        if is_product and norm is not None and list(norm._parameters):
             _lend_parameters(norm, product, "layer_norm_")
     convolution = _find(layer, "mixer.conv1d")
     if names == "engine" and convolution is not None:

@@ -77,7 +77,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "megatron.core.models.common.vision_module.vision_module": _all(_IMAGES, "VisionModule"),
     "megatron.core.models.gpt.experimental_attention_variant_module_specs": _all(_OTHER_ATTENTION, *_SPECS),
     "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs": _all(
-        "all layers of a model have one spec; leave out the heterogeneous config", "get_gpt_heterogeneous_layer_spec"
+        "use get_gpt_decoder_block_spec(config), its layers follow from the config", "get_gpt_heterogeneous_layer_spec"
     ),
     "megatron.core.models.huggingface": _all(
         "models of Hugging Face are converted by megatron.hf", "HuggingFaceModule"

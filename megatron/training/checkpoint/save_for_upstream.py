@@ -119,7 +119,9 @@ def save_upstream_dist(run: Run) -> Path:
         state = {key: dataclasses.replace(tensor, key=key) for key, tensor in main.items()} | state
     plan = read_plan(run.config.model)
     # Layers that differ are no stack, nor are letters; a list says of each layer what it is, also of equal ones.
-    is_list = run.config.model.moe_layer_freq not in (None, 1) or run.config.model.hybrid_layer_pattern is not None
+    model_config = run.config.model
+    lists = (model_config.hybrid_layer_pattern, model_config.heterogeneous_layers_config_encoded_json)
+    is_list = model_config.moe_layer_freq not in (None, 1) or any(each is not None for each in lists)
     is_stacked = not is_list and len({layer.kinds for layer in plan.decoder}) == 1
     naming = UpstreamNaming(plan, is_stacked, run.config.joins_norms, run.config.model.gated_linear_unit)
     tensors = stack_tensors(ask_for_sections(run.config.model, model | state), naming)

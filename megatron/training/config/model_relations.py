@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.core.errors import ConfigError
+from megatron.core.plan.heterogeneous import FLAG, parse_blocks, parse_document
 from megatron.training.config.layout_relations import sharding_flag
 from megatron.training.config.run_groups import RunGroups
 
@@ -44,6 +46,51 @@ def latent_attention_has_no_groups(run: RunGroups) -> Iterator[str]:
     """Every head of latent attention has keys and values of its own."""
     if run.model.multi_latent_attention and run.gpt.group_query_attention:
         yield "--multi-latent-attention and --group-query-attention contradict each other; keep one"
+
+
+def layers_of_different_shapes_are_said(run: RunGroups) -> Iterator[str]:
+    """The command line says the model that the file of --heterogeneous-layers-config-path has: each difference."""
+    model, gpt = run.model, run.gpt
+    if model.heterogeneous_layers_config_encoded_json is None:
+        return
+    try:
+        document = parse_document(model.heterogeneous_layers_config_encoded_json)
+        heads = model.num_attention_heads or 1
+        blocks = parse_blocks(model.heterogeneous_layers_config_encoded_json, model.hidden_size or 1, heads)
+    except ConfigError:
+        return  # the model's own rules say so
+    scaling = document.get("rope_scaling")
+    expected = {
+        "--normalization RMSNorm": model.normalization == "RMSNorm",
+        "--swiglu": model.gated_linear_unit and model.activation_func == "silu",
+        "--group-query-attention": gpt.group_query_attention,
+        "--position-embedding-type rope": model.position_embedding_type == "rope",
+        "--rotary-percent 1.0": gpt.rotary_percent == 1.0,
+        "--use-rope-scaling": gpt.use_rope_scaling or not scaling,
+    }
+    groups = {block.query_groups for block in blocks if block.query_groups is not None}
+    if len(groups) == 1:
+        (each,) = groups
+        expected[f"--num-query-groups {each}"] = model.num_query_groups == each
+    for field, flag, value in (
+        ("num_hidden_layers", "--num-layers", model.num_layers),
+        ("hidden_size", "--hidden-size", model.hidden_size),
+        ("num_attention_heads", "--num-attention-heads", model.num_attention_heads),
+        ("rope_theta", "--rotary-base", gpt.rotary_base),
+    ):
+        if document.get(field) is not None:
+            expected[f"{flag} {document[field]}"] = document[field] == value
+    if isinstance(scaling, dict) and scaling.get("factor") is not None:
+        expected[f"--rope-scaling-factor {scaling['factor']}"] = scaling["factor"] == gpt.rope_scaling_factor
+    if isinstance(tied := document.get("tie_word_embeddings"), bool):
+        flag = "--untie-embeddings-and-output-weights"
+        expected[f"no {flag}" if tied else flag] = tied != gpt.untie_embeddings_and_output_weights
+    if missing := [flag for flag, is_said in expected.items() if not is_said]:
+        yield f"{FLAG} is for a model of other settings; give {', '.join(missing)}"
+    if len(groups) > 1:
+        yield f"{FLAG} has layers of {sorted(groups)} key-value heads; on the command line all have one number"
+    if document.get("hidden_act", "silu") != "silu":
+        yield f"{FLAG} has hidden_act {document['hidden_act']!r}; only 'silu' is known"
 
 
 def rotary_positions_are_scaled_once(run: RunGroups) -> Iterator[str]:
@@ -173,7 +220,8 @@ def layers_can_be_recorded(run: RunGroups) -> Iterator[str]:
 
 MODEL_RELATIONS = (
     positions_reach_the_sequence, rotation_takes_pairs, latent_attention_has_no_groups,
-    rotary_positions_are_scaled_once, further_tokens_can_be_predicted, scores_can_be_measured,
+    rotary_positions_are_scaled_once, layers_of_different_shapes_are_said,
+    further_tokens_can_be_predicted, scores_can_be_measured,
     optimizer_fits_the_model, optimizer_formats_fit_the_model, recomputation_is_said_once,
     vocabulary_divides_over_the_ranks, layers_can_be_recorded,
 )  # fmt: skip

@@ -33,7 +33,6 @@ from megatron.training.recipes.family_settings import (
     SIZES,
     TOP_K,
     TWO_BEST,
-    UNTIED,
     USUAL,
     list_router_flags,
     with_experts,
@@ -48,7 +47,7 @@ DELTA_DEFAULTS: Mapping[str, Fields] = {
         "linear_key_head_dim": None, "linear_value_head_dim": None, "linear_conv_kernel_dim": 4,
         "linear_allow_neg_eigval": True,
     },
-    "kimi_linear": without(size(27, 2304, 9216, 32, 32, 1048576), "rope_parameters")
+    "kimi_linear": without(size(27, 2304, 9216, 32, 32, 1048576), "rope_parameters", "tie_word_embeddings")
     | {
         "rms_norm_eps": 1e-5, "moe_intermediate_size": 1024, "n_shared_experts": 1, "routed_scaling_factor": 2.446,
         "kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128,
@@ -177,12 +176,13 @@ DELTA_FAMILIES: tuple[Family, ...] = (
         name="Kimi Linear",
         model_type="kimi_linear",
         model_class="KimiLinearForCausalLM",
-        # A part of each head would be rotated: no layer has positions. Norms of latent vectors have their own epsilon.
+        # Nothing is tied, whatever the field says. A part of each head would be rotated: no layer has positions. Norms
+        # of latent vectors have their own epsilon.
         flags=f"--multi-latent-attention --qk-layernorm {LLAMA_FLAGS} --position-embedding-type rope --rope-type rope "
-        "--no-rope-freq 1 --latent-norm-epsilon 1e-6",
+        "--no-rope-freq 1 --latent-norm-epsilon 1e-6 --untie-embeddings-and-output-weights",
         sizes=LATENT_SIZES,
         settings=(
-            UNTIED, NORM_EPSILON, *LATENT, *list_router_flags("num_local_experts"),
+            NORM_EPSILON, *LATENT, *list_router_flags("num_local_experts"),
             *with_experts(
                 Setting("num_local_experts", "--num-experts"), TOP_K, EXPERT_WIDTH,
                 Setting("n_shared_experts*moe_intermediate_size", "--moe-shared-expert-intermediate-size"),
@@ -201,7 +201,7 @@ DELTA_FAMILIES: tuple[Family, ...] = (
         published={f".{_BLOCK}.": ".mlp."},
         defaults=DELTA_DEFAULTS["kimi_linear"],
         idle=frozenset(
-            """head_dim qk_head_dim use_grouped_topk rope_theta rope_scaling rope_parameters
+            """head_dim qk_head_dim tie_word_embeddings use_grouped_topk rope_theta rope_scaling rope_parameters
             num_nextn_predict_layers""".split()
         ),
         other_names={

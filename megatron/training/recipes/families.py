@@ -273,11 +273,22 @@ FAMILIES: tuple[Family, ...] = (
 )  # fmt: skip
 
 
+_OWN_CODE = dict.fromkeys(
+    ("nemotron-nas", "deci"),
+    "transformers has no class for them (Llama-Nemotron, DeciLMForCausalLM), their files bring code of their own that "
+    "is not run, and without it no result can be compared; train such layers by --heterogeneous-layers-config-path, "
+    "which reads their config.json",
+)
+"""`model_type` of models that no class of transformers computes -> what to do."""
+
+
 def find_family(model_type: str, families: Sequence[Family] = FAMILIES) -> Family:
     """The first family with a config.json's `model_type`. Raises ConfigError for one that is not known."""
     for family in families:
         if model_type in (family.model_type, *family.aliases):
             return family
+    if model_type in _OWN_CODE:
+        raise ConfigError(f"models of the type {model_type} do not convert: {_OWN_CODE[model_type]}")
     names = {name: family for family in families for name in (family.model_type, *family.aliases)}
     nearest = difflib.get_close_matches(model_type, names, n=1, cutoff=0.0)
     near = f"; the nearest name is {nearest[0]} ({names[nearest[0]].name})" if nearest else ""

@@ -36,6 +36,7 @@ from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionLayerSubmodules,
 )
 from megatron.core.transformer.norms import build_norm
+from megatron.core.transformer.replacement_linear import ReplacementLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -120,7 +121,8 @@ def get_gpt_layer_spec(*, multi_latent_attention: bool = False, names: WeightNam
             # Both forms of the MLP: each layer takes one, by its number and the config's pattern.
             moe=get_moe_module_spec(),
             other_kinds={name: get_state_mixer_spec(mixer) for name, mixer in STATE_MIXERS.items()}
-            | {"parallel": get_parallel_mixers_spec()},
+            | {"parallel": get_parallel_mixers_spec()}
+            | dict.fromkeys(("linear_for_attention", "linear_for_mlp"), ReplacementLinear),
             weight_names=names,
         ),
     )

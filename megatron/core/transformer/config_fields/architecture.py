@@ -10,6 +10,7 @@ from typing import Any
 from megatron.core.config_base import derived, flag
 from megatron.core.flag_texts import layer_pattern
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.plan.heterogeneous import read_encoded
 from megatron.core.setting import Needs
 
 _FUSED_LOSS = Needs("--cross-entropy-loss-fusion", lambda run: run.cross_entropy_loss_fusion)
@@ -28,6 +29,12 @@ class ArchitectureFields(ModelParallelConfig):
     stages, / before the layers of each depth of multi-token prediction; --num-layers and --mtp-num-layers follow."""
     hybrid_override_pattern: str | None = flag(None, kind="shorthand")
     """Earlier spelling of --hybrid-layer-pattern."""
+    heterogeneous_layers_config_path: str | None = flag(None, kind="shorthand")
+    """JSON in which each layer of a GPT has its own number of key-value heads and inner width, no attention or no MLP,
+    or one matrix in place of either (Llama-Nemotron). The other flags say the model, as its fields do."""
+    heterogeneous_layers_config_encoded_json: str | None = flag(None, kind="shape")
+    """The same as text, which counts where both are given; filled from the file, so that a run that goes on does not
+    need it."""
     is_hybrid_model: bool = flag(False, kind="numerics")
     """Output projections start as in a decoder of one branch a layer: --init-method-std over the root of the number of
     layers, instead of twice as many. Follows from --hybrid-layer-pattern."""
@@ -106,6 +113,9 @@ class ArchitectureFields(ModelParallelConfig):
 
     def derive(self) -> None:
         super().derive()
+        path = self.heterogeneous_layers_config_path
+        if isinstance(path, str) and self.heterogeneous_layers_config_encoded_json is None:
+            self.heterogeneous_layers_config_encoded_json = read_encoded(path)
         # Filled in before anything is checked, so that checks see the numbers the model is built with.
         if self.ffn_hidden_size is None and self.hidden_size is not None:
             width = self.hidden_size
