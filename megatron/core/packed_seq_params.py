@@ -42,7 +42,27 @@ class PackedSeqParams:
     cu_seqlens_host: Tensor | None = None
     cp_group: Group | None = None
     """The ranks that share this sequence; those that share every sequence when None."""
+    local_cp_size: int | None = None
+    """Their number; it must be cp_group's."""
+    total_tokens: int | None = None
+    """Length of the sequence, padding included; it must be the tensors'."""
+    seq_idx: Tensor | None = None
+    """int [1, t], the document of each token: in place of bounds, or in agreement with them."""
+    pad_between_seqs: bool | None = None
+    """Whether padding follows documents: the bounds say so, and this changes nothing."""
+    tokens_per_sample: Any = None
+    """Refused: bounds say how long documents are."""
     _layout: TokenLayout | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.tokens_per_sample is not None:
+            raise ConfigError("PackedSeqParams(tokens_per_sample=...) is not read; cu_seqlens_q says it: leave it out")
+        size = None if self.cp_group is None else self.cp_group.size()
+        if self.local_cp_size not in (None, size):
+            raise ConfigError(
+                f"PackedSeqParams(local_cp_size={self.local_cp_size}) with a cp_group of {size} ranks; give the group "
+                "of as many ranks"
+            )
 
     def layout(self, length: int) -> TokenLayout:
         """The documents of a sequence of `length` tokens; tokens after the last one are one more.
@@ -57,7 +77,19 @@ class PackedSeqParams:
     def _read(self, length: int) -> TokenLayout:
         # Padding comes after a document's tokens, so that under a causal mask none of them sees it.
         candidates = (self.cu_seqlens_q_padded, self.cu_seqlens_host, self.cu_seqlens_q)
+        if self.total_tokens not in (None, length):
+            raise DataError(f"PackedSeqParams(total_tokens={self.total_tokens}) of a sequence of {length} tokens")
         given = next((bounds for bounds in candidates if bounds is not None), None)
+        if self.seq_idx is not None:
+            rows = self.seq_idx.flatten()
+            if rows.numel() != length:
+                raise DataError(f"seq_idx has a document for {rows.numel()} tokens, the sequence has {length}")
+            told = [0, *(rows.diff().nonzero().flatten() + 1).tolist(), length]
+            if given is not None and told != sorted({0, length, *given.flatten().tolist()}):
+                raise DataError(
+                    f"seq_idx has documents from {told[:8]}, cu_seqlens from {given.flatten().tolist()[:8]}"
+                )
+            given = torch.tensor(told)
         if given is None or self.qkv_format != "thd":
             raise DataError(f"PackedSeqParams needs qkv_format thd and cu_seqlens_q; found {self.qkv_format}, {given}")
         bounds = given.flatten().tolist()

@@ -41,6 +41,8 @@ class BlendedMegatronDatasetBuilder:
     ) -> None:
         self.cls = cls
         self.sizes = list(sizes)
+        if config.full_validation and self.sizes[Split.valid.value] != 0:
+            self.sizes[Split.valid.value] = None
         self.is_built_on_rank = is_built_on_rank
         self.config = config
 

@@ -66,8 +66,17 @@ class BlendedMegatronDatasetConfig:
     """Share of extra samples built for each dataset of a weighted blend."""
     multiple_validation_sets: bool = False
     """The validation datasets stay apart instead of being blended."""
+    full_validation: bool = False
+    """The validation datasets are one pass over their documents, whatever size is asked for."""
+    sequences_per_dataset: Mapping[str, int] | None = None
+    """Upstream's field in place of `sequence_counts`; refused, since it says too little of an index file."""
 
     def __post_init__(self) -> None:
+        if self.sequences_per_dataset is not None:
+            raise ConfigError(
+                "sequences_per_dataset says too little to leave index files closed; leave it out, or give "
+                "sequence_counts=read_sequence_counts(PATH) of a file that tools/build_dataset_cache.py wrote"
+            )
         if self.sequence_length < 1:
             raise ConfigError(f"--seq-length is {self.sequence_length}, expected at least 1 token")
         per_split = self.blend_per_split is not None and any(blend is not None for blend in self.blend_per_split)

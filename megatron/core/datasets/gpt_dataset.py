@@ -59,7 +59,20 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     allow_ambiguous_pad_tokens: bool = False
     """Tokens of the padding's id are padding also where that is the end-of-document token's."""
 
+    context_parallel_size: int = 1
+    data_parallel_size: int = 1
+    sequence_parallel_size: int = 0
+    """Upstream's fields, by which it pads samples of hybrid_context_parallel; other samples are the same on any
+    layout."""
+    hybrid_context_parallel: bool = False
+    """Refused: a run's sampler deals out documents of different lengths (--hybrid-context-parallel)."""
+
     def __post_init__(self) -> None:
+        if self.hybrid_context_parallel:
+            raise ConfigError(
+                "GPTDatasetConfig(hybrid_context_parallel=True): samples are whole documents, which the sampler of "
+                "--hybrid-context-parallel deals out; leave it out"
+            )
         super().__post_init__()
         needs_eod = self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
         if needs_eod and (self.tokenizer is None or self.tokenizer.eod is None):

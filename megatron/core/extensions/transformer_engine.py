@@ -106,46 +106,11 @@ class TELinear(nn.Module, metaclass=_LinearKinds):
         return output, self.bias if self.skip_bias_add else None
 
 
-class _ColumnLinear(ColumnParallelLinear):
-    """Our layer with upstream's constructor."""
-
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        *,
-        config: TransformerConfig,
-        init_method: Initialiser,
-        gather_output: bool = False,
-        bias: bool = True,
-        skip_bias_add: bool = False,
-        is_expert: bool = False,
-        skip_weight_param_allocation: bool = False,
-        tp_comm_buffer_name: str | None = None,
-        tp_group: Group | None = None,
-        stride: int = 1,
-        name: str | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-        parts: Sequence[Any] | None = None,
-    ) -> None:
-        """is_expert: divided over the ranks that share an expert. parts: see ColumnParallelLinear. tp_comm_buffer_name,
-        name: of upstream's signature. Raises ConfigError for a stride."""
-        if stride != 1:
-            raise ConfigError(f"stride={stride}: sub-blocks of the outputs are given as parts=")
-        group = _find_group(tp_group, pg_collection, is_expert)
-        super().__init__(
-            input_size, output_size, config=config, init_method=init_method, bias=bias, gather_output=gather_output,
-            skip_bias_add=skip_bias_add, skip_weight_param_allocation=skip_weight_param_allocation, parts=parts,
-            tp_group=group,
-        )  # fmt: skip
-        fill_alone(self)
-
-
-class TEColumnParallelLinear(_ColumnLinear):
+class TEColumnParallelLinear(ColumnParallelLinear):
     """Our ColumnParallelLinear."""
 
 
-class TELayerNormColumnParallelLinear(_ColumnLinear):
+class TELayerNormColumnParallelLinear(ColumnParallelLinear):
     """A norm and a column-parallel product in one module, with the norm's parameters as `layer_norm_weight` and
     `layer_norm_bias`."""
 
@@ -172,30 +137,6 @@ class TELayerNormColumnParallelLinear(_ColumnLinear):
 
 class TERowParallelLinear(RowParallelLinear):
     """Our RowParallelLinear."""
-
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        *,
-        config: TransformerConfig,
-        init_method: Initialiser,
-        bias: bool = True,
-        input_is_parallel: bool = True,
-        skip_bias_add: bool = False,
-        is_expert: bool = False,
-        tp_comm_buffer_name: str | None = None,
-        tp_group: Group | None = None,
-        name: str | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-    ) -> None:
-        """See TEColumnParallelLinear."""
-        group = _find_group(tp_group, pg_collection, is_expert)
-        super().__init__(
-            input_size, output_size, config=config, init_method=init_method, bias=bias,
-            input_is_parallel=input_is_parallel, skip_bias_add=skip_bias_add, tp_group=group,
-        )  # fmt: skip
-        fill_alone(self)
 
 
 class TEGroupedLinear(nn.Module):
@@ -278,20 +219,19 @@ class TEDotProductAttention(DotProductAttention):
         config: TransformerConfig,
         layer_number: int,
         attn_mask_type: AttnMaskType = AttnMaskType.causal,
-        attention_type: str = "self",
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
+        *positional: Any,
         k_channels: int | None = None,
         v_channels: int | None = None,
         num_splits: int | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
+        **options: Any,
     ) -> None:
-        """k_channels, v_channels: widths of a head, which its inputs have. num_splits: of a kernel, no other result."""
-        super().__init__(
-            config, layer_number, attn_mask_type, attention_type, attention_dropout, softmax_scale, cp_comm_type,
-            pg_collection,
-        )  # fmt: skip
+        """positional, options: of DotProductAttention. k_channels: width of a key, of which the scale of scores follows
+        where neither softmax_scale nor the config says it. v_channels: a value's, which inputs have. num_splits: of a
+        kernel, no other result."""
+        own = config.qk_head_dim + config.qk_pos_emb_head_dim if config.multi_latent_attention else config.kv_channels
+        if k_channels not in (None, own) and len(positional) < 3 and options.get("softmax_scale") is None:
+            options["softmax_scale"] = k_channels**-0.5
+        super().__init__(config, layer_number, attn_mask_type, *positional, **options)
 
 
 def te_checkpoint(

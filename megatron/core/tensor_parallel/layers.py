@@ -20,6 +20,7 @@ s: sequence, b: batch, h: hidden, tp: size of the TP group.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,7 @@ from megatron.core.tensor_parallel.parameters import (
     zeros,
 )
 from megatron.core.tensor_parallel.products import choose_lookup, choose_product, multiply
+from megatron.core.tensor_parallel.upstream_arguments import UpstreamArguments, finish_layer, read_upstream_arguments
 
 LayerOutput = tuple[Tensor, Tensor | None]
 """(output, bias): the bias is None, or with skip_bias_add the one that the caller still has to add."""
@@ -61,7 +63,8 @@ class ColumnParallelLinear(nn.Module):
 
     gather_output: every rank gets all outputs. skip_bias_add: hand the bias back instead of adding it, for a caller
     that fuses it with what follows. skip_weight_param_allocation: the weight comes with each call (tied embeddings).
-    parts: sub-blocks of the outputs that are split one by one, such as (gate, up); the whole when None.
+    parts: sub-blocks of the outputs that are split one by one, such as (gate, up); the whole when None. upstream: see
+    upstream_arguments.py.
     """
 
     def __init__(
@@ -77,9 +80,10 @@ class ColumnParallelLinear(nn.Module):
         skip_weight_param_allocation: bool = False,
         parts: Sequence[Part] | None = None,
         tp_group: Group | None = None,
+        **upstream: Unpack[UpstreamArguments],
     ) -> None:
         super().__init__()
-        self.tp_group = tp_group if tp_group is not None else ProcessGroupCollection.current().tp
+        self.tp_group = read_upstream_arguments(self, tp_group, upstream)
         self.input_size, self.output_size = input_size, output_size
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
         self.product = choose_product(config)
@@ -96,6 +100,7 @@ class ColumnParallelLinear(nn.Module):
         self.bias = None
         if bias:
             self.bias = declare_parameter((output_size,), init=zeros, dtype=dtype, splits=splits, parallel_dim=0)
+        finish_layer(self, config, tp_group, upstream)
 
     def forward(self, input_: Tensor, weight: Tensor | None = None) -> LayerOutput:
         """[s, b, input_size], with SP [s/tp, b, input_size] -> [s, b, output_size / tp], or all of output_size."""
@@ -169,9 +174,10 @@ class RowParallelLinear(nn.Module):
         input_is_parallel: bool = True,
         skip_bias_add: bool = False,
         tp_group: Group | None = None,
+        **upstream: Unpack[UpstreamArguments],
     ) -> None:
         super().__init__()
-        self.tp_group = tp_group if tp_group is not None else ProcessGroupCollection.current().tp
+        self.tp_group = read_upstream_arguments(self, tp_group, upstream)
         self.input_size, self.output_size = input_size, output_size
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
         self.product = choose_product(config)
@@ -190,6 +196,7 @@ class RowParallelLinear(nn.Module):
         self.bias = (
             declare_parameter((output_size,), init=zeros, dtype=dtype, partial_grad_axes=partial) if bias else None
         )
+        finish_layer(self, config, tp_group, upstream)
 
     def forward(self, input_: Tensor) -> LayerOutput:
         """[s, b, input_size / tp] -> [s, b, output_size], with SP [s/tp, b, output_size]."""
@@ -223,9 +230,11 @@ class VocabParallelEmbedding(nn.Module):
         config: ModelParallelConfig,
         reduce_scatter_embeddings: bool = False,
         tp_group: Group | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__()
-        self.tp_group = tp_group if tp_group is not None else ProcessGroupCollection.current().tp
+        given: UpstreamArguments = {} if pg_collection is None else {"pg_collection": pg_collection}
+        self.tp_group = read_upstream_arguments(self, tp_group, given)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.leave = (
             reduce_scatter_to_sequence_parallel_region
@@ -241,6 +250,7 @@ class VocabParallelEmbedding(nn.Module):
             splits=tensor_parallel_split(0, self.tp_group),
             parallel_dim=0,
         )
+        finish_layer(self, config, tp_group, given)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Token numbers [s, b] -> [s, b, embedding_dim], with SP [s/tp, b, embedding_dim]."""

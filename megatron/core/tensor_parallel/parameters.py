@@ -69,13 +69,23 @@ def by_blocks_of_rows(init: Initialiser, rows: int = 256) -> Initialiser:
     what they are. A generator's numbers depend on how many are asked for at once, so always whole blocks are drawn."""
 
     def fill(tensor: Tensor, generator: torch.Generator) -> None:
-        for block in tensor.split(rows):
+        for number, block in enumerate(tensor.split(rows)):
             # The last block is drawn whole, too, and cut off.
             drawn = tensor.new_empty(rows, *tensor.shape[1:])
-            init(drawn, generator)
+            _draw(init, drawn, generator, generator.initial_seed() + number)
             block.copy_(drawn[: block.shape[0]])
 
     return fill
+
+
+def _draw(init: Initialiser, tensor: Tensor, generator: torch.Generator, seed: int) -> None:
+    """Fill a tensor. seed: for an initialiser of upstream's, (tensor), which draws from torch's own generator."""
+    if len(inspect.signature(init).parameters) > 1:
+        init(tensor, generator)
+        return
+    with torch.random.fork_rng(devices=[] if is_cpu(tensor) else [tensor.device]):
+        torch.manual_seed(seed)
+        init(tensor)  # type: ignore[call-arg]
 
 
 def parameter_dtype(config: ModelParallelConfig) -> torch.dtype:
@@ -272,11 +282,5 @@ def _fill(parameter: nn.Parameter, placement: Placement, init: Initialiser, seed
     # Float32 whatever the parameter's format, so that bf16 weights are the rounded float32 ones.
     full = torch.empty(placement.full_shape, dtype=torch.float32, device=device)
     with torch.no_grad():
-        if len(inspect.signature(init).parameters) > 1:
-            init(full, generator)
-        else:
-            # One of upstream's, (tensor): it draws from torch's own generator.
-            with torch.random.fork_rng(devices=[] if is_cpu(full) else [full.device]):
-                torch.manual_seed(generator.initial_seed())
-                init(full)  # type: ignore[call-arg]
+        _draw(init, full, generator, generator.initial_seed())
         parameter.copy_(placement.take(full))

@@ -64,6 +64,11 @@ def initialize(config: RunConfig) -> Process:
     a layout that does not fit, TemporaryError when peers do not come within --distributed-timeout-minutes.
     """
     launch = read_launch(os.environ)
+    if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) != (launch.rank, launch.world_size):
+        raise ConfigError(
+            f"torch.distributed runs as rank {dist.get_rank()} of {dist.get_world_size()}, and the environment says "
+            f"RANK={launch.rank}, WORLD_SIZE={launch.world_size}; set both to what torch.distributed has"
+        )
     if crash_point := os.environ.get("MEGATRON_CRASH_POINT"):
         arm(crash_point, launch.rank)
     if config.logger.logging_level is not None:
@@ -86,7 +91,8 @@ def initialize(config: RunConfig) -> Process:
     grid = build_rank_grid(config, launch.world_size)
     timeout = timedelta(minutes=config.distributed.distributed_timeout_minutes)
     presence = watch = None
-    if launch.world_size > 1:
+    # A program that has joined the processes itself (Ray's do) watches over them itself.
+    if launch.world_size > 1 and not dist.is_initialized():
         backend = config.distributed.distributed_backend or device_module.choose_backend(device)
         store = open_store(launch, timeout.total_seconds())
         # Ranks with different flags would hang in a collective that only some of them reach; here they get a sentence.

@@ -18,10 +18,7 @@ LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 MANY_PARAMETERS: dict[str, str] = {
     "megatron/core/extensions/transformer_engine.py:TELinear.__init__": "upstream's signature",
-    "megatron/core/extensions/transformer_engine.py:_ColumnLinear.__init__": "upstream's signature",
-    "megatron/core/extensions/transformer_engine.py:TERowParallelLinear.__init__": "upstream's signature",
     "megatron/core/extensions/transformer_engine.py:TEGroupedLinear.__init__": "upstream's signature",
-    "megatron/core/extensions/transformer_engine.py:TEDotProductAttention.__init__": ("upstream's signature"),
     "megatron/core/models/common/embeddings/rope_utils.py:_apply_rotary_pos_emb_thd": ("upstream's signature"),
     "megatron/core/models/common/embeddings/yarn_rotary_pos_embedding.py:YarnRotaryEmbedding.__init__": (
         "upstream's signature"
