@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.errors import ConfigError
 from megatron.core.mesh import RankGrid
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -21,7 +23,9 @@ from megatron.core.transformer.multi_token_prediction import get_mtp_layer_offse
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_block import get_num_layers_to_build, get_transformer_layer_offset
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.launch.initialize import initialize
 from tests.parallel.harness import run_distributed
+from tests.parallel.small_training import training
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -114,3 +118,21 @@ def test_a_stage_is_asked_for_by_its_rank_without_groups() -> None:
     assert [len(get_gpt_decoder_block_spec(config, pp_rank=rank).layer_specs) for rank in (0, 1)] == [3, 2]
     other = ProcessGroupCollection.pretend(RankGrid(2, pp=2), 1)
     assert len(get_gpt_decoder_block_spec(config, pg_collection=other).layer_specs) == 2
+
+
+def join_twice() -> tuple[int, int, str]:
+    """Sizes of the tensor-parallel group and of the job, and what is said where the environment has other ranks."""
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")  # of the launcher, which nobody answers any more
+    config, _ = training("--tensor-model-parallel-size 2", "tp2")
+    process = initialize(config)
+    assert process.presence is None and dist.get_rank() == process.groups.tp.rank()
+    os.environ["WORLD_SIZE"] = "3"
+    with pytest.raises(ConfigError) as caught:
+        initialize(config)
+    return process.groups.tp.size(), dist.get_world_size(), str(caught.value)
+
+
+def test_processes_that_a_program_has_joined_itself_are_not_joined_again() -> None:
+    first, last = run_distributed(join_twice, 2)
+    assert first[:2] == last[:2] == (2, 2)
+    assert "rank 1 of 2" in last[2] and "WORLD_SIZE=3" in last[2]
