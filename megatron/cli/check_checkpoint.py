@@ -2,6 +2,7 @@
 """What is wrong with a directory of checkpoints, and what to do about it. Changes nothing.
 
     python tools/checkpoint/doctor.py checkpoints
+    python -m megatron doctor --save checkpoints     without a directory: this machine, or under torchrun all of them
 
 Looks at the tracker, every checkpoint's manifest and files (sizes and checksums), the table of contents, what
 interrupted saves have left, locks, permissions, room on the disk, and other programs' formats; says which checkpoint a
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.core.byte_progress import ByteProgress
-from megatron.core.errors import command_line, format_bytes
+from megatron.core.errors import ConfigError, command_line, format_bytes
 from megatron.training.flags.argument import ProgramParser, path
 
 if TYPE_CHECKING:
@@ -26,7 +27,11 @@ if TYPE_CHECKING:
 def make_parser() -> ProgramParser:
     """Build the parser of the command line."""
     parser = ProgramParser(__doc__)
-    parser.add_argument("path", type=path, metavar="DIR", help="the directory of --save or --load, or one checkpoint")
+    parser.add_argument(
+        "path", type=path, metavar="DIR", nargs="?",
+        help="the directory of --save or --load, or one checkpoint; without it the machine is looked at",
+    )  # fmt: skip
+    parser.add_argument("--save", type=path, help="of the machine: the directory whose disk is tried")
     parser.add_argument("--quick", action="store_true", help="compare sizes only; do not read the files")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
@@ -61,6 +66,12 @@ def _name(diagnosis: Diagnosis, checkpoint: Path) -> str:
 def main() -> int:
     arguments = make_parser().parse_args()
     # torch is loaded only now: --help and a mistyped flag need none.
+    if arguments.path is None:
+        from megatron.cli.check_machine import check_machines
+
+        return check_machines(arguments.save, as_json=arguments.json)
+    if arguments.save is not None:
+        raise ConfigError("--save names the disk to try on a machine; leave DIR out to look at the machine")
     from megatron.core.dist_checkpointing.diagnosis import count_listed_bytes, diagnose
 
     total = 0 if arguments.quick else count_listed_bytes(arguments.path)
