@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,14 +17,17 @@ from megatron.core.mesh import RankGrid
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.chunks import Inputs
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNet2
 from megatron.core.ssm.kimi_delta_attention import KimiDeltaAttention
 from megatron.core.ssm.mamba_mixer import MambaMixer
+from megatron.core.ssm.pieces import Pieces
 from megatron.core.ssm.state_mixer import StateMixer, StateMixerSubmodules
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.parameters import initialise_parameters
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.parallel.harness import run_distributed
+from tests.support.pretend_groups import pretend
 from tests.support.sequence_shards import join_sequence
 
 HIDDEN, LENGTH = 72, 72
@@ -35,6 +39,8 @@ KINDS: dict[str, tuple[type[StateMixer], dict[str, Any]]] = {
     "gdn2": (GatedDeltaNet2, {"linear_num_key_heads": 2, "linear_num_value_heads": 6}),
     "kda": (KimiDeltaAttention, {"linear_num_key_heads": 6, "linear_num_value_heads": 6, "linear_value_head_dim": 8}),
 }
+LAYOUTS = [{"tp": 2, "sp": 1}, {"cp": 2}, {"cp": 2, "heads": 1}, {"tp": 2, "cp": 2}, {"cp": 3, "heads": 1}]
+"""Degrees of parallelism; heads: context-parallel ranks exchange tokens for heads where they can, else states."""
 WIDTHS = {"linear_key_head_dim": 8, "linear_value_head_dim": 5}
 
 
@@ -61,7 +67,13 @@ def run_mixer(kind: str, sizes: dict[str, int], is_packed: bool) -> dict[str, Te
 
     hidden = take(whole).clone().requires_grad_()
     packed = PackedSeqParams(cu_seqlens_q=torch.tensor(BOUNDS)) if is_packed else None
-    output, _ = mixer(hidden, packed_seq_params=packed)
+
+    def moves_heads(pieces: Pieces, inputs: Inputs) -> bool:
+        return "heads" in sizes and all(x.shape[2] % cp == 0 for x in inputs if x is not None)
+
+    # Heads where they divide, or states, whatever is fewer bytes.
+    with mock.patch.object(Pieces, "moves_heads", moves_heads):
+        output, _ = mixer(hidden, packed_seq_params=packed)
     (output * take(weights)).sum().backward()
     found = {"output": output.detach(), "input": hidden.grad}
     if "sp" in sizes:
@@ -92,7 +104,7 @@ def expected() -> dict[tuple[str, bool, str], Tensor]:
     return run_all({})
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2, "sp": 1}, {"cp": 2}, {"tp": 2, "cp": 2}, {"cp": 3}], ids=str)
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 def test_every_layout_computes_what_one_process_does(
     sizes: dict[str, int], expected: dict[tuple[str, bool, str], Tensor]
 ) -> None:
@@ -108,3 +120,12 @@ def test_every_layout_computes_what_one_process_does(
                 atol=tolerance * x.abs().max().item(),
                 msg=lambda text, key=key: f"{key}: {text}",
             )
+
+
+@pytest.mark.parametrize(("tokens", "heads", "expected"), [(16, 8, True), (64, 8, False), (16, 6, False)])
+def test_the_fewer_bytes_are_exchanged(tokens: int, heads: int, expected: bool) -> None:
+    """A token of a head is 2 x 16 numbers of query and key, 8 of value and of output and one of decay, on 4 ranks; a
+    state 16 x (8 + 16) numbers."""
+    query, value = torch.empty(2, tokens, heads, 16), torch.empty(2, tokens, heads, 8)
+    pieces = Pieces(pretend(0, cp=4).cp, 8 * tokens, None, torch.device("cpu"))
+    assert pieces.moves_heads(Inputs(query, query, value, value[..., 0])) == expected

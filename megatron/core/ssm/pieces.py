@@ -9,6 +9,9 @@ of those before it is handed over:
     state         each piece maps the state before it, S, to M S + T; ranks gather M and T [K, K + V] of all pieces,
                   small beside the tokens, and find the states before their pieces: exact, whatever the decay
 
+Where pieces are short beside the states, ranks exchange tokens for heads instead (`moves_heads`): each then has some
+heads of the whole sequence, whose states need not be handed over.
+
 Documents that are packed into a sequence are kept apart: nothing passes from one to the next.
 """
 
@@ -22,7 +25,9 @@ from torch import Tensor
 from megatron.core.context_parallel.sharding import list_pieces_of_rank
 from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import Group
+from megatron.core.ssm.chunks import Inputs
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.core_attention.exchanges import exchange_heads_for_tokens, exchange_tokens_for_heads
 
 
 class Pieces:
@@ -62,6 +67,37 @@ class Pieces:
         padded = torch.cat([self._documents.new_full((before,), -1), self._documents])
         starts = [piece * self._size for piece in self._numbers]
         return torch.stack([padded[start : start + before + self._size] for start in starts])
+
+    def moves_heads(self, inputs: Inputs) -> bool:
+        """Return True where exchanging tokens for heads, and back, takes fewer bytes than gathering states in float32,
+        and the heads divide. inputs: [pieces x b, tokens, heads, ...] of this rank."""
+        ranks = self._group.size()
+        tensors = [x for x in inputs if x is not None]
+        if ranks == 1 or any(x.shape[2] % ranks for x in tensors):
+            return False
+        channels, (batch, _, heads, width) = inputs.key.shape[-1], inputs.value.shape
+        # The output comes back in the format of the values. A rank keeps one share of what it exchanges.
+        exchanged = sum(x.nbytes for x in [*tensors, inputs.value]) / ranks
+        return exchanged < 4 * batch * heads * channels * (width + channels)
+
+    def take_heads(self, inputs: Inputs) -> Inputs:
+        """Exchange [pieces x b, tokens, heads, ...] for [b, s, heads / cp, ...] of the whole sequence."""
+        tensors = {name: x for name, x in inputs._asdict().items() if x is not None}
+        whole: dict[str, Tensor] = {}
+        for dtype in {x.dtype for x in tensors.values()}:
+            names = [name for name, x in tensors.items() if x.dtype == dtype]
+            own = [self.join(tensors[name].transpose(0, 1)) for name in names]
+            whole |= zip(names, exchange_tokens_for_heads(own, self._group), strict=True)
+        return inputs._replace(**{name: x.transpose(0, 1) for name, x in whole.items()})
+
+    def return_heads(self, output: Tensor) -> Tensor:
+        """Exchange [b, s, heads / cp, V] for [pieces x b, tokens, heads, V]."""
+        own = exchange_heads_for_tokens(output.transpose(0, 1).flatten(2), self._group)
+        return self.split(own.unflatten(2, (-1, output.shape[-1]))).transpose(0, 1)
+
+    def list_all_documents(self) -> Tensor | None:
+        """The number of each token's document in the whole sequence, int [1, s]; None where there is one document."""
+        return None if self._documents is None else self._documents[None]
 
     def fetch_before(self, x: Tensor, tokens: int) -> Tensor | None:
         """The last tokens of the piece before each of ours, [tokens, pieces x b, c], of x [.., pieces x b, c]; zeros

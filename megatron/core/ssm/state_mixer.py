@@ -210,6 +210,9 @@ class StateMixer(MegatronModule):
         documents = pieces.list_documents()
         if not pieces.is_divided:
             return attend(inputs, documents=documents, unit=self.unit)[0]
+        if pieces.moves_heads(inputs):
+            whole = pieces.take_heads(inputs)
+            return pieces.return_heads(attend(whole, documents=pieces.list_all_documents(), unit=self.unit)[0])
         # Beside the outputs of each piece those that every channel of the unknown state before it would add.
         batch, tokens, heads, width = inputs.value.shape
         channels = inputs.key.shape[-1]

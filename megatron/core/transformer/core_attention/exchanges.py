@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ class HeadExchangeAttention:
             sinks = sinks.chunk(self.group.size())[self.group.rank()]
         whole = dataclasses.replace(inputs, query=query, key=key, value=value, visible=visible, sinks=sinks)
         context = self.inner(whole)  # [s, b, n/cp * dv]
-        return self._exchange_heads_for_tokens(context)
+        return exchange_heads_for_tokens(context, self.group)
 
     def _exchange_tokens_for_heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """[s/cp, b, heads, width] each -> [s, b, heads / cp, width] each, in one exchange."""
@@ -103,22 +104,7 @@ class HeadExchangeAttention:
         repeats = math.lcm(key.shape[2], size) // key.shape[2]
         if repeats > 1:
             key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))
-        shares = [x.unflatten(2, (size, -1)) for x in (query, key, value)]  # [s/cp, b, cp, heads / cp, width]
-        shapes = [share.shape[3:] for share in shares]
-        # What goes to one rank of a token: its heads of queries, keys and values one after another, of any widths.
-        to_send = torch.cat([share.flatten(3) for share in shares], dim=3).permute(2, 0, 1, 3)  # [cp, s/cp, b, ...]
-        received: Tensor = _AllToAll.apply(to_send, self.group)
-        whole = to_sequence_order(received.flatten(0, 1), size)  # [s, b, all of them]
-        parts = whole.split([shape.numel() for shape in shapes], dim=2)
-        return [part.unflatten(2, shape) for part, shape in zip(parts, shapes, strict=True)]
-
-    def _exchange_heads_for_tokens(self, context: Tensor) -> Tensor:
-        """[s, b, n/cp * dv] -> [s/cp, b, n * dv]."""
-        size = self.group.size()
-        # Ranks hold zigzag pieces, so that the slice for a rank is not one stretch of the sequence.
-        to_send = to_rank_order(context, size).unflatten(0, (size, -1))  # [cp, s/cp, b, n/cp * dv]
-        received: Tensor = _AllToAll.apply(to_send, self.group)
-        return received.permute(1, 2, 0, 3).flatten(2)  # [s/cp, b, cp * n/cp * dv]
+        return exchange_tokens_for_heads([query, key, value], self.group)
 
     def _take_rows(self, mask: Tensor) -> Tensor:
         """[b, 1, s/cp, t] -> [b, 1, s, t]: the rows of the other ranks' queries."""
@@ -127,6 +113,28 @@ class HeadExchangeAttention:
         whole = own.new_empty(own.shape[0] * self.group.size(), *own.shape[1:])
         all_gather_into_tensor(whole, own, self.group)
         return to_sequence_order(whole, self.group.size()).movedim(0, 2)
+
+
+def exchange_tokens_for_heads(tensors: Sequence[Tensor], group: Group) -> list[Tensor]:
+    """Exchange [s/cp, b, heads, ...] each for [s, b, heads / cp, ...] each, all of one format, in one all-to-all."""
+    size = group.size()
+    shares = [x.unflatten(2, (size, -1)) for x in tensors]  # [s/cp, b, cp, heads / cp, width]
+    shapes = [share.shape[3:] for share in shares]
+    # What goes to one rank of a token: its heads of queries, keys and values one after another, of any widths.
+    to_send = torch.cat([share.flatten(3) for share in shares], dim=3).permute(2, 0, 1, 3)  # [cp, s/cp, b, ...]
+    received: Tensor = _AllToAll.apply(to_send, group)
+    whole = to_sequence_order(received.flatten(0, 1), size)  # [s, b, all of them]
+    parts = whole.split([shape.numel() for shape in shapes], dim=2)
+    return [part.unflatten(2, shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def exchange_heads_for_tokens(context: Tensor, group: Group) -> Tensor:
+    """Exchange [s, b, n/cp * dv] for [s/cp, b, n * dv]."""
+    size = group.size()
+    # Ranks hold zigzag pieces, so that the slice for a rank is not one stretch of the sequence.
+    to_send = to_rank_order(context, size).unflatten(0, (size, -1))  # [cp, s/cp, b, n/cp * dv]
+    received: Tensor = _AllToAll.apply(to_send, group)
+    return received.permute(1, 2, 0, 3).flatten(2)  # [s/cp, b, cp * n/cp * dv]
 
 
 class _AllToAll(torch.autograd.Function):
