@@ -71,8 +71,9 @@ class KimiDeltaAttention(GatedDeltaNet):
                 config, submodules.in_proj, config.linear_gate_rank or 0, self.sections[name], self.groups.tp
             )
         # In bfloat16 a slow decay would have few values to learn.
-        self.dt_bias = self.declare(self.sections["g"], step_sizes, dtype=torch.float32)
-        self.A_log = self.declare(config.linear_num_value_heads, log_uniform_decay, dtype=torch.float32)
+        wide = torch.promote_types(self.parameter_dtype, torch.float32)
+        self.dt_bias = self.declare(self.sections["g"], step_sizes, dtype=wide)
+        self.A_log = self.declare(config.linear_num_value_heads, log_uniform_decay, dtype=wide)
         self.out_norm = self.build_head_norm()
 
     def project(self, hidden_states: Tensor) -> Tensor:
