@@ -303,7 +303,7 @@ def test_what_watches_a_loop() -> None:
     with detector(bdata=True):
         pass
     assert detector is use("utils", "StragglerDetector")() and detector.report() is False
-    with pytest.raises(UnsupportedError, match="timing-log-level"):
+    with pytest.raises(UnsupportedError, match="--log-straggler"):
         detector.configure(4, 1)
 
 
