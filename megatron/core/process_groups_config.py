@@ -224,6 +224,22 @@ class ProcessGroupCollection:
         return cls._make_all(grid, rank, create)
 
     @classmethod
+    def build_alone(cls, grid: RankGrid, rank: int) -> ProcessGroupCollection:
+        """The groups of one rank whose partners are imagined: torch.distributed must have been initialised with its
+        fake backend, which meets nobody, so that groups of others need not be made."""
+        if grid.world_size == 1:
+            return cls.pretend(grid, rank)
+        made: dict[tuple[Any, ...], dist.ProcessGroup] = {}
+
+        def create(ranks: list[int], description: str, is_apart: bool) -> Group:
+            if rank not in ranks:
+                return SingleRankGroup(rank)
+            group = _create(ranks, made, description, grid.world_size, None, is_apart=is_apart)
+            return group or SingleRankGroup(rank)
+
+        return cls._make_all(grid, rank, create)
+
+    @classmethod
     def _make_all(
         cls, grid: RankGrid, rank: int, make: Callable[[list[int], str, bool], Group]
     ) -> ProcessGroupCollection:

@@ -191,7 +191,11 @@ def build_model(config: RunConfig, process: Process, recipe: Recipe) -> list[Mod
         modules.append(module)
     # Before memory is given to the parameters: a tied weight must become one parameter, not two of equal values.
     tie_chunks(modules)
-    refuse_oversize(config, modules, groups.world, recipe.workload, own_optimizer=recipe.build_optimizer is not None)
+    # A dry run takes no memory, and its devices are elsewhere.
+    if not config.profiling.dry_run:
+        refuse_oversize(
+            config, modules, groups.world, recipe.workload, own_optimizer=recipe.build_optimizer is not None
+        )
     fill = functools.partial(
         materialise_parameters, seed=config.model.seed, device=process.device,
         draw_on_cpu=config.model.use_cpu_initialization, draw=config.model.perform_initialization,

@@ -18,6 +18,7 @@ from megatron.training.current_run import CurrentRun
 from megatron.training.data.loading import explain_lost_loader
 from megatron.training.flags.parser import ExtraFlags
 from megatron.training.launch.initialize import (
+    Process,
     explain_lost_peer,
     explain_nondeterminism,
     initialize,
@@ -29,7 +30,7 @@ from megatron.training.loop import train
 from megatron.training.recipes.build import wrap_providers
 from megatron.training.recipes.recipe import Recipe
 from megatron.training.run import Hook, Run
-from megatron.training.setup import describe_machine, setup
+from megatron.training.setup import build_run, describe_machine, setup
 
 
 def pretrain(
@@ -100,6 +101,14 @@ def run_recipe(config: RunConfig, recipe: Recipe, hooks: Sequence[Hook] = ()) ->
     get_args(), get_tokenizer() and get_timers(). Raises MegatronError for whatever the user can mend, and
     KeyboardInterrupt after a run that Ctrl-C has ended in order.
     """
+    if config.profiling.dry_run:
+        from megatron.training.launch.dry_run import dry_run
+
+        # Like --print-config: the answer is the program's, and there is no run to return.
+        try:
+            raise SystemExit(dry_run(config, recipe, _build_shown))
+        finally:
+            CurrentRun.forget()
     try:
         return _set_up_and_train(config, recipe, hooks)
     except (MemoryError, RuntimeError) as error:
@@ -107,6 +116,15 @@ def run_recipe(config: RunConfig, recipe: Recipe, hooks: Sequence[Hook] = ()) ->
         if shortage is None:
             raise
         raise MemoryShortageError(shortage) from error
+
+
+def _build_shown(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[Hook]) -> Run:
+    """The parts of a run of which the recipe's functions may ask get_args(), get_tokenizer() and get_timers()."""
+    additions = {"padded_vocab_size": recipe.padded_vocab_size, "rank": process.launch.rank, "local_rank": 0}
+    CurrentRun.show(config=config, additions=additions, tokenizer=recipe.tokenizer)
+    run = build_run(config, process, recipe, hooks)
+    CurrentRun.show(timers=run.timers)
+    return run
 
 
 def _set_up_and_train(config: RunConfig, recipe: Recipe, hooks: Sequence[Hook]) -> Run:

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron.core.config_base import CheckedConfig, flag
 from megatron.core.setting import Needs, NeedsGPU, PathText
 
+_DRY = Needs("--dry-run", lambda run: run.dry_run)
 _PROFILE = Needs("--profile", lambda run: run.profile)
 _WINDOW = Needs("--profile", lambda run: run.profile or run.pipeline_trace_dir is not None)
 _TORCH = Needs(
@@ -22,6 +24,15 @@ class ProfilingConfig(CheckedConfig):
 
     usual_kind = "report"
 
+    dry_run: bool = False
+    """Do one step of ranks of the job in this process, without a GPU and without values, and stop: peak memory,
+    products, kernels and collectives of each, and whether ranks would wait for each other for ever (exit code 1)."""
+    dry_run_world_size: int | None = flag(None, names=("--world-size",), minimum=1, maximum=10_000_000, needs=_DRY)
+    """Processes of the job that is tried; WORLD_SIZE of the environment when not given."""
+    dry_run_ranks: Literal["sample", "all"] = flag("sample", names=("--ranks",), needs=_DRY)
+    """Ranks to try: some that stand for all others, or every one."""
+    dry_run_json: PathText | None = flag(None, metavar="FILE", needs=_DRY)
+    """Write what was seen of each rank as JSON."""
     profile: bool = flag(
         False,
         gpu=NeedsGPU(

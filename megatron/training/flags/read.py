@@ -115,6 +115,10 @@ def examine(
     # The command line is parsed first, to find --config, and merged last, to win.
     _merge(parsed, command_line)
     world_size = _world_size(environ, parsed)
+    tried = parsed.given.get("dry_run_world_size")
+    if tried is not None and isinstance(tried.value, int) and 1 <= tried.value <= _LARGEST_WORLD:
+        # Of the job that a dry run tries, whatever this process belongs to.
+        world_size = tried.value
     if not trains and "WORLD_SIZE" not in environ:
         sizes = [parsed.given[axis].value for axis in _SIZES if axis in parsed.given]
         world_size = min(_LARGEST_WORLD, math.prod(size for size in sizes if isinstance(size, int)))
