@@ -73,7 +73,7 @@ _WRITERS = frozenset({"tensorboard_dir", "metrics_dir", "wandb_project", "wandb_
 
 @dataclass(frozen=True)
 class Candidate:
-    """What is tried."""
+    """One set of flags that is tried."""
 
     micro_batch: int
     recomputation: str = ""
@@ -81,13 +81,13 @@ class Candidate:
 
     @property
     def flags(self) -> list[str]:
-        """What stands behind the flags that are given."""
+        """Flags behind those that are given."""
         return shlex.split(f"--micro-batch-size {self.micro_batch} {self.recomputation} {' '.join(self.kernels)}")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a candidate."""
+    """Result of trying a candidate."""
 
     candidate: Candidate
     state: str
@@ -100,7 +100,7 @@ class Outcome:
 
     @property
     def fits(self) -> bool:
-        """Whether it could be measured."""
+        """True if it could be measured."""
         return self.seconds is not None
 
 
@@ -257,7 +257,7 @@ class Tuner:
         return largest
 
     def measure(self, candidate: Candidate) -> Outcome | None:
-        """What becomes of a candidate; None where the time is over."""
+        """Try a candidate and return its result; None where the time is over."""
         if candidate in self.outcomes:
             return self.outcomes[candidate]
         if time.monotonic() > self.deadline:
@@ -367,7 +367,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def find_program() -> list[str]:
-    """What Python, or torchrun, is given to start this program: the script of a checkout, or else this module."""
+    """Return what Python, or torchrun, is given to start this program: the script of a checkout, or else this
+    module."""
     script = Path(__file__).resolve().parents[2] / "tools" / "autotune.py"
     return [str(script)] if script.exists() else ["-m", "megatron.cli.autotune"]
 

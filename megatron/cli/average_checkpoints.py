@@ -34,7 +34,7 @@ def make_parser() -> ProgramParser:
 
 
 def choose_iterations(arguments: argparse.Namespace) -> list[int]:
-    """Those that were asked for, oldest first with --last. Raises ConfigError."""
+    """Return the iterations that were asked for, oldest first with --last. Raises ConfigError."""
     if arguments.iterations is not None:
         return list(arguments.iterations)
     from megatron.core.dist_checkpointing.directory import saved_iterations

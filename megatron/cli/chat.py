@@ -24,7 +24,7 @@ _HALF_A_CHARACTER = "\ufffd"
 
 
 class History(ABC):
-    """What was said so far, as the tokens that the model reads next."""
+    """Conversation so far, as the tokens that the model reads next."""
 
     def __init__(self, tokenizer: Tokenizer, most_tokens: int) -> None:
         """most_tokens: the longest prompt, so that there is room for an answer."""
@@ -36,7 +36,7 @@ class History(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """What the model will do, in a sentence."""
+        """Return what the model will do, in a sentence."""
 
     @abstractmethod
     def forget(self) -> None:
@@ -155,7 +155,7 @@ Answer = Callable[[list[int], list[int], Callable[[int, list[int]], None]], bool
 
 
 def read_lines() -> Iterator[str]:
-    """What the user types, line by line, until Ctrl-D; or the lines of a pipe."""
+    """Yield what the user types, line by line, until Ctrl-D; or the lines of a pipe."""
     if not sys.stdin.isatty():
         for line in sys.stdin:
             yield line.rstrip("\n")

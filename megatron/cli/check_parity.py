@@ -47,7 +47,7 @@ _USAGE = "give the flags of pretrain_gpt.py, then --gradients, or --layouts and 
 
 @dataclass
 class Arguments:
-    """What was asked for."""
+    """Arguments of the command."""
 
     flags: list[str]
     """Of the run, for one process."""
@@ -110,7 +110,7 @@ class Comparison:
         return [*self.arguments.flags, *_SETTINGS, *padding, *layout.flags]
 
     def trace(self, layout: Layout) -> Trace:
-        """What one run under a layout computes. Raises MegatronError where it cannot run."""
+        """Return what one run under a layout computes. Raises MegatronError where it cannot run."""
         from megatron.training.launch.local_job import run_locally
         from megatron.training.verify.parity import join
 

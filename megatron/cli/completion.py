@@ -21,7 +21,7 @@ from megatron.training.flags.flag import Flag
 from megatron.training.recipes.presets import PRESETS
 
 PROGRAMS = ("torchrun", "python", "python3", "megatron-train", "./pretrain_gpt.py")
-"""What one types first. python keeps a completion that the shell already has for it."""
+"""Program words that start a command. python keeps a completion that the shell already has for it."""
 _FUNCTION = """\
 _megatron() {{
     local word=${{COMP_WORDS[COMP_CWORD]}} previous=${{COMP_WORDS[COMP_CWORD - 1]}}

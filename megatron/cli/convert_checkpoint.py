@@ -48,7 +48,7 @@ _NAMES_HERE = {
     "--tensor-model-parallel-size": "--target-tensor-parallel-size",
     "--pipeline-model-parallel-size": "--target-pipeline-parallel-size",
 }
-"""What this command line calls flags that an error of the conversion may name."""
+"""Names on this command line of flags that an error of the conversion may name."""
 
 
 def translate(argv: Sequence[str]) -> list[str]:

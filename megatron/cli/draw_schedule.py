@@ -33,7 +33,7 @@ NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 WIDEST = 400
 """Columns that the terminal drawing may have."""
 MEASURED_COLUMNS = 160
-"""Those of a step that ran, whose actions are as long as they were."""
+"""Columns of a measured step, whose actions are as long as they were."""
 
 
 class Drawing(NamedTuple):

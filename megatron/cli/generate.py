@@ -92,7 +92,7 @@ def load_model(arguments: argparse.Namespace) -> tuple[TrainedModel, Sampling]:
 
 @contextlib.contextmanager
 def open_speculation(arguments: argparse.Namespace, trained: TrainedModel) -> Iterator[PredictionDrafter | None]:
-    """What --speculate asks for; says in the end how many drafts were right."""
+    """Open what --speculate asks for; says in the end how many drafts were right."""
     if not arguments.speculate:
         yield None
         return

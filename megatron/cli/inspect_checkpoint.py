@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is in a checkpoint: its tensors as a tree, with shapes, number formats, bytes, norms, and the run's settings.
+"""Contents of a checkpoint: its tensors as a tree, with shapes, number formats, bytes, norms, and the run's settings.
 
     python tools/checkpoint/inspect_checkpoint.py checkpoints --norms --only "decoder.layers.0.*"
     python tools/checkpoint/inspect_checkpoint.py --diff checkpoints/iter_0000100 checkpoints/iter_0000200
@@ -53,7 +53,7 @@ def make_parser() -> ProgramParser:
 
 @dataclass(frozen=True)
 class Measures:
-    """What the values of a tensor are like, its padding left out."""
+    """Statistics of a tensor's values, its padding left out."""
 
     norm: float
     """Of all finite values, as one vector."""
@@ -266,7 +266,7 @@ def show(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Difference:
-    """How a tensor that both checkpoints have differs."""
+    """Differences of a tensor that both checkpoints have."""
 
     relative: float
     """Norm of the difference over the norm of the first; infinite where only the first is zero."""

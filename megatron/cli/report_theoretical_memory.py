@@ -32,12 +32,12 @@ from megatron.training.recipes.vocabulary import build_tokenizer, compute_padded
 
 
 def describe_workload(config: RunConfig) -> Workload:
-    """What a process of the run works on. Raises ConfigError or DataError for an unusable tokenizer."""
+    """Return what a process of the run works on. Raises ConfigError or DataError for an unusable tokenizer."""
     return describe_gpt_workload(config, compute_padded_vocab_size(config, build_tokenizer(config)))
 
 
 def estimate(config: RunConfig) -> MemoryEstimate:
-    """What the formulas of the reference system say of a run; raises as `describe_workload`."""
+    """Return what the formulas of the reference system say of a run; raises as `describe_workload`."""
     return estimate_memory(config.model, config.ddp, describe_workload(config), as_reference=True)
 
 

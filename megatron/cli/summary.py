@@ -27,7 +27,7 @@ _PROMPT = "Once upon a time"
 
 @dataclass(frozen=True)
 class Start:
-    """How this program was started."""
+    """Command that started this program."""
 
     program: str
     """sys.argv[0]."""
@@ -36,12 +36,12 @@ class Start:
     directory: Path
     """The current one, in which commands are meant to be typed."""
     can_import: bool = False
-    """Whether `python -m megatron` works in any directory, as the package is installed."""
+    """True if `python -m megatron` works in any directory, as the package is installed."""
 
 
 @dataclass
 class Progressed:
-    """Where the run was when training began."""
+    """Position of the run when training began."""
 
     iteration: int
     samples: int
@@ -127,7 +127,7 @@ class SummaryHook(Hook):
 
 
 def list_commands(config: RunConfig, start: Start, is_saved: bool, is_finished: bool) -> dict[str, str]:
-    """What to type next -> the command; nothing where no checkpoint was saved."""
+    """Return what to type next -> the command; nothing where no checkpoint was saved."""
     root = config.checkpoint.save
     if root is None or not is_saved:
         return {}
@@ -147,7 +147,7 @@ def list_commands(config: RunConfig, start: Start, is_saved: bool, is_finished: 
 
 
 def format_program(start: Start) -> str | None:
-    """How the run was started, up to its flags; None where a cluster has started it, or several nodes."""
+    """Return how the run was started, up to its flags; None where a cluster has started it, or several nodes."""
     environment = start.environment
     processes = environment.get("WORLD_SIZE", "1")
     # There the command was typed on another machine, or in a job script that we have not seen.
@@ -228,7 +228,7 @@ def format_summary(results: Mapping[str, str], commands: Mapping[str, str]) -> s
 
 
 def find_directory(config: RunConfig) -> Path | None:
-    """Where the summary is written: with the checkpoints, or else with the metrics."""
+    """Return where the summary is written: with the checkpoints, or else with the metrics."""
     for directory in (config.checkpoint.save, config.logger.metrics_dir, config.logger.tensorboard_dir):
         if directory is not None and Path(directory).is_dir():
             return Path(directory)

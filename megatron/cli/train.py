@@ -57,7 +57,7 @@ def main(*, needs_letters: bool = False) -> int:
 
 
 def is_installed() -> bool:
-    """Whether `python -m megatron` works in any directory."""
+    """Return whether `python -m megatron` works in any directory."""
     # Here, because it imports parsers of mail and archives, which would make up a sixth of the time that --help takes.
     from importlib import metadata
 
@@ -69,7 +69,7 @@ def is_installed() -> bool:
 
 
 def can_export(run: Run) -> bool:
-    """Whether a Hugging Face model can be made of this one."""
+    """Return whether a Hugging Face model can be made of this one."""
     from megatron.hf.running import describe_run
 
     try:

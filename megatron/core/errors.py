@@ -125,7 +125,7 @@ _SHORTAGE = (
 
 
 def explain_refused_memory(error: BaseException) -> str | None:
-    """What an allocator was asked for and did not give, in words: `274.9 GB`; None for any other error."""
+    """Return what an allocator was asked for and did not give, in words: `274.9 GB`; None for any other error."""
     # numpy's and torch's own classes are a MemoryError and a RuntimeError.
     if not isinstance(error, MemoryError | RuntimeError):
         return None

@@ -164,7 +164,7 @@ def quantise_blocks(x: Tensor, dtype: torch.dtype, block: tuple[int, int], *, mx
 
 
 def is_turned(x: Tensor) -> bool:
-    """Whether the last two dimensions are exchanged in memory, where it is faster to work on the transpose."""
+    """Return whether the last two dimensions are exchanged in memory, where it is faster to work on the transpose."""
     return x.dim() > 1 and x.stride(-1) != 1 and x.stride(-2) == 1
 
 

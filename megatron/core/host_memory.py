@@ -46,7 +46,7 @@ class HostMemory:
     total_bytes: int
     """Of the machine with its swap, or less where a container or the shell sets a limit."""
     source: str
-    """Who says so: `this machine has`, `this container may have`, `ulimit -v allows`."""
+    """Source of the limit: `this machine has`, `this container may have`, `ulimit -v allows`."""
 
 
 def read_host_memory() -> HostMemory:
@@ -76,7 +76,7 @@ def require_host_memory(number: float, what: str, remedy: str) -> None:
 
 
 def count_pinned_bytes(number: int) -> int:
-    """What so many bytes of pinned memory take: torch's allocator hands out powers of two."""
+    """Return what so many bytes of pinned memory take: torch's allocator hands out powers of two."""
     return 1 << (number - 1).bit_length() if number else 0
 
 

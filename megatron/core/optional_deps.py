@@ -41,7 +41,7 @@ OPTIONAL: dict[str, str] = {
 
 
 def available(name: str) -> bool:
-    """Whether the package (or submodule, such as "torch.utils.tensorboard") is installed; does not import it."""
+    """Return whether the package (or submodule, such as "torch.utils.tensorboard") is installed; does not import it."""
     try:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):

@@ -42,14 +42,14 @@ class Call:
     """Members of the group, global ranks in order; empty where there are too many to be written down."""
     kind: str
     number: int
-    """How many this process has entered in the group, this one included."""
+    """Number of collectives that this process has entered in the group, this one included."""
     tensor_bytes: int
     order: int
     """Larger for later calls, over all groups of the process."""
 
     @property
     def group(self) -> tuple[str, tuple[int, ...]]:
-        """What two processes in the same group agree on."""
+        """Key that two processes in the same group agree on."""
         return self.axis, self.ranks
 
 

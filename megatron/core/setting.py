@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar
 LARGEST_INTEGER = 2**63 - 1
 
 FieldKind = Literal["shape", "function", "shorthand", "layout", "numerics", "kernel", "report"]
-"""What kind of fact a field is.
+"""Kind of fact that a field is.
 
 | kind      | a change of it ...                                                                   |
 |-----------|--------------------------------------------------------------------------------------|
@@ -47,9 +47,9 @@ class Needs:
     """The condition under which a field has anything to do: else "--x has no effect without WORDS" is noted."""
 
     words: str
-    """What would give it something to do: `--use-mup`, `gradients in 16 bits, --grad-reduce-in-bf16`."""
+    """Setting that would give it something to do: `--use-mup`, `gradients in 16 bits, --grad-reduce-in-bf16`."""
     met: Callable[[Any], bool]
-    """Whether the settings of a run meet it. The argument has the fields of all configs of a run by name, after
+    """True if the settings of a run meet it. The argument has the fields of all configs of a run by name, after
     derivation (`lambda run: run.use_mup`), and `given`, the names of the fields that the user set."""
 
 
@@ -61,9 +61,9 @@ class NeedsGPU:
     """
 
     asked: Callable[[Any], bool]
-    """Whether a run has the wish: `lambda run: run.attention_backend == "fused"`. The argument is that of Needs.met."""
+    """True if a run has the wish: `lambda run: run.attention_backend == "fused"`. The argument is that of Needs.met."""
     otherwise: str
-    """What happens without, after "X needs a GPU; without one, "."""
+    """Consequence without it, after "X needs a GPU; without one, "."""
     instead: Mapping[str, Any] = field(default_factory=dict)
     """Values that take the place of the wish there, by field; none where the field has no effect there anyway."""
 
@@ -100,7 +100,7 @@ class Setting:
     explanation: str = ""
     """planned, and planned choices: the coming capability; not supported: the reason."""
     alternative: str = ""
-    """What to do instead, as an imperative."""
+    """Remedy, as an imperative."""
     neutral: tuple[Any, ...] = ()
     """Values that ask for what happens anyway, accepted whatever the status; the default is always one."""
     planned_choices: tuple[Any, ...] = ()
@@ -111,15 +111,15 @@ class Setting:
     needs: tuple[Needs, ...] = ()
     """All of them must be met for the field to have an effect; the first that is not is named."""
     gpu: tuple[NeedsGPU, ...] = ()
-    """What of it only a CUDA device can do. A run on the CPU goes on without, with a note."""
+    """Parts of it that only a CUDA device can do. A run on the CPU goes on without, with a note."""
     metavar: str | tuple[str, ...] | None = None
-    """What stands for the value in the help."""
+    """Stand-in for the value in the help."""
     hidden: bool = False
     """True for a field without a flag: derived, or set by code."""
     annotation: Any = Any
     """The field's type as a whole."""
     is_path: bool = False
-    """Whether the value, or each of its values, names a file or a directory."""
+    """True if the value, or each of its values, names a file or a directory."""
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -133,7 +133,7 @@ class Setting:
 
     @property
     def is_switch(self) -> bool:
-        """Whether the flag takes no value."""
+        """True if the flag takes no value."""
         return self.value_type is bool
 
     @property
@@ -142,7 +142,7 @@ class Setting:
         return tuple(c for c in self.choices or () if c not in self.planned_choices + self.unsupported_choices)
 
     def spell(self, value: Any) -> str:
-        """How a user writes this value: `--lr 0.1`, `--bf16`, `--no-bias-linear`."""
+        """Return how a user writes this value: `--lr 0.1`, `--bf16`, `--no-bias-linear`."""
         if self.is_switch:
             return (self.names if value else self.off_names or self.names)[0]
         return f"{self.name} {self.format_value(value)}"
@@ -156,7 +156,8 @@ class Setting:
 
 
 def find_value_problem(setting: Setting, value: Any, text: str | None = None) -> str | None:
-    """What is wrong with one value (of a list: one element) of the right type, as a sentence; None where nothing is.
+    """Return what is wrong with one value (of a list: one element) of the right type, as a sentence; None where nothing
+    is.
 
     text: how the user wrote it, where not as `str(value)`.
     """
@@ -182,7 +183,7 @@ def describe_type_problem(setting: Setting, text: str) -> str:
 
 
 def explain_refusal(setting: Setting, value: Any, written: str) -> tuple[Status, str] | None:
-    """Why a value that upstream knows is refused here, with its sentence; None where it is accepted."""
+    """Return why a value that upstream knows is refused here, with its sentence; None where it is accepted."""
     values = value if isinstance(value, list | tuple) else [value]
     kind = setting.status
     if value == setting.default or value in setting.neutral:
@@ -202,7 +203,7 @@ def explain_refusal(setting: Setting, value: Any, written: str) -> tuple[Status,
 
 
 def _suggest_instead(setting: Setting) -> str:
-    """What to do about a refused setting. To leave out what a model or its training consists of is no advice."""
+    """Return what to do about a refused setting. To leave out what a model or its training consists of is no advice."""
     offered = setting.offered_choices
     if setting.status == "works" and offered:
         if setting.kind in CHANGES_THE_RUN:
@@ -228,7 +229,7 @@ CHANGES_THE_RUN: dict[FieldKind | None, str] = {
 
 
 def describe_expected(setting: Setting) -> str:
-    """What a value must be, in words: `a whole number of at least 1 (iterations)`."""
+    """Return what a value must be, in words: `a whole number of at least 1 (iterations)`."""
     if setting.choices is not None:
         return "one of " + ", ".join(map(str, setting.offered_choices or setting.choices))
     words = _TYPE_NAMES.get(setting.value_type, "a value")
@@ -287,8 +288,8 @@ def strip_path_mark(hint: Any) -> tuple[Any, bool]:
 
 
 def has_type(value: Any, hint: Any) -> bool:
-    """Whether a value is of an annotated type. A whole number is also a number, a tuple also a list; a bool is no
-    number, and neither are nan and infinity."""
+    """Return whether a value is of an annotated type. A whole number is also a number, a tuple also a list; a bool is
+    no number, and neither are nan and infinity."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     # An annotation that was not evaluated, or that allows anything, leaves nothing to check.
     if hint is Any or hint is object or isinstance(hint, str | TypeVar):
@@ -316,7 +317,7 @@ def has_type(value: Any, hint: Any) -> bool:
 
 
 def find_field_problem(setting: Setting, value: Any) -> str | None:
-    """What is wrong with the value of a field: type, number of values, choices, bounds, status."""
+    """Return what is wrong with the value of a field: type, number of values, choices, bounds, status."""
     if value is None and setting.example is not None:
         return f"{setting.name} is missing; give the number, for example {setting.spell(setting.example)}"
     if value is None and setting.default is None or setting.annotation is Any:

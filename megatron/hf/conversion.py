@@ -235,7 +235,7 @@ def _check_tensors(
 
 
 def _is_tied_head(family: Family, name: str, expected: Mapping[str, object]) -> bool:
-    """Whether a tensor is the output layer of a model whose output layer is the embedding."""
+    """Return whether a tensor is the output layer of a model whose output layer is the embedding."""
     row = find_row(family, "output_layer.weight")
     names = ("lm_head.weight",) if row is None else row.theirs
     return name in names and name not in expected
@@ -420,7 +420,7 @@ def write_json_and_files(directory: Path, config_json: Mapping[str, object], fil
 
 
 Store = Callable[[str, Tensor], Iterator[tuple[str, Tensor]]]
-"""What is written of a tensor of theirs: names and tensors."""
+"""Function that writes what becomes of a tensor of theirs: names and tensors."""
 
 
 def _store_plainly(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

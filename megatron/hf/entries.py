@@ -40,7 +40,7 @@ class Entry:
 
     @property
     def is_by_expert(self) -> bool:
-        """Whether ours is a stack [experts, ...] of what the row says of one expert."""
+        """True if ours is a stack [experts, ...] of what the row says of one expert."""
         return ".experts." in self.key
 
     def join(self, read: Callable[[str], Tensor]) -> Tensor:
@@ -66,7 +66,7 @@ class Entry:
 
     @property
     def num_experts(self) -> int:
-        """How many experts a stack has."""
+        """Number of experts in a stack."""
         return self.placement.logical_shape[0]
 
     def read_box(self, box: Box, read_box: Callable[[str, Box], Tensor]) -> Tensor:

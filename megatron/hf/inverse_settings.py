@@ -143,7 +143,7 @@ def _read(flag: str, config: RunConfig) -> Any:
 
 
 def _is_given(setting: Setting, config: RunConfig) -> bool:
-    """Whether a switch, in this spelling, would have to stand on the command line."""
+    """Return whether a switch, in this spelling, would have to stand on the command line."""
     value = _read(setting.flag, config)
     if setting.word is not None:
         return bool(value == setting.word)

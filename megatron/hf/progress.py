@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a conversion is, on standard error, for what takes longer than two seconds."""
+"""Progress of a conversion, on standard error, for what takes longer than two seconds."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class FP8Weights:
         return found
 
     def store(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """What is written of a weight: itself, or its 8 bits and what they are to be multiplied by."""
+        """Yield what is written of a weight: itself, or its 8 bits and what they are to be multiplied by."""
         if name not in self.names:
             yield name, tensor
             return

@@ -44,7 +44,7 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """What padding asks of a tokenizer."""
+    """Attributes that padding asks of a tokenizer."""
 
     vocab_size: int
 
@@ -117,7 +117,7 @@ def _read_rank(
 
 
 def note_rank_files(checkpoint: OpenCheckpoint) -> str | None:
-    """What of the checkpoint the files will not have; None where that is nothing."""
+    """Return what of the checkpoint the files will not have; None where that is nothing."""
     if checkpoint.has_optimizer:
         return (
             "the optimizer's state is left out; pretrain_gpt.py --load DIR --ckpt-convert-format torch keeps it, in "

@@ -41,7 +41,7 @@ def list_copies(row: Row, config: TransformerConfig) -> tuple[str, ...]:
 
 
 def is_per_expert(row: Row) -> bool:
-    """Whether each expert has tensors of its own in their files; ours are [experts, ...]."""
+    """Return whether each expert has tensors of its own in their files; ours are [experts, ...]."""
     return any("{expert}" in name for name in row.theirs)
 
 
@@ -106,7 +106,7 @@ def split(row: Row, config: TransformerConfig, ours: Tensor) -> list[Tensor]:
 def find_their_rows(
     row: Row, config: TransformerConfig, num_rows: int, start: int, length: int
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Where rows [start, start + length) of ours, of `num_rows`, lie in their tensors.
+    """Yield where rows [start, start + length) of ours, of `num_rows`, lie in their tensors.
 
     Yields (number of the tensor in the row's names, rows of it, counted after transposing it, their places among ours,
     from `start` on) for rows that lie near each other, ascending in their tensor.

@@ -47,7 +47,7 @@ GENERATION_CONFIG = "generation_config.json"
 
 
 class HuggingFaceFiles:
-    """What a recipe reads and writes Hugging Face directories with; see `ForeignFiles`."""
+    """Reader and writer of Hugging Face directories for a recipe; see `ForeignFiles`."""
 
     def __init__(self, families: Sequence[Family] = FAMILIES) -> None:
         """families: those that are known; one of your own comes first: (MINE, *FAMILIES)."""

@@ -46,13 +46,13 @@ _INDEX_NAME = "model.safetensors.index.json"
 
 
 class StoredTensor(NamedTuple):
-    """What is known of a tensor before it is read."""
+    """Facts about a tensor before it is read."""
 
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
-    """Where its bytes begin in a safetensors file; -1 in others."""
+    """Position of its first byte in a safetensors file; -1 in others."""
 
 
 class TensorDirectory(Protocol):
@@ -60,7 +60,7 @@ class TensorDirectory(Protocol):
 
     @property
     def contents(self) -> Mapping[str, StoredTensor]:
-        """What is known of every tensor, by its name."""
+        """Facts about every tensor, by its name."""
 
     def read(self, name: str) -> Tensor:
         """One tensor, on the CPU. Raises CheckpointError."""
@@ -330,8 +330,8 @@ def _write_file(
 
 
 def is_written_by_a_run(directory: Path) -> bool:
-    """Whether the weights in a directory are those that a run left there at its end, so that the next run may replace
-    them: never the published ones that somebody trains on."""
+    """Return whether the weights in a directory are those that a run left there at its end, so that the next run may
+    replace them: never the published ones that somebody trains on."""
     for file in sorted(directory.glob("model*.safetensors"))[:1]:
         with open(file, "rb") as opened:
             start = opened.read(8)
@@ -342,5 +342,6 @@ def is_written_by_a_run(directory: Path) -> bool:
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a tensor in their files is no weight but a mask or a table of frequencies that old releases stored."""
+    """Return whether a tensor in their files is no weight but a mask or a table of frequencies that old releases
+    stored."""
     return re.search(r"\.(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias)$", f".{name}") is not None

@@ -49,7 +49,7 @@ from megatron.training.recipes.vocabulary import build_tokenizer, compute_vocab_
 
 _ANY_RUN = ("--use-checkpoint-args", "--no-load-optim", "--mock-data", "--micro-batch-size=1", "--global-batch-size=1",
             "--train-iters=1", "--lr=1")  # fmt: skip
-"""What settings need beside the model's."""
+"""Settings needed beside the model's."""
 _VOCABULARY = ("embedding.word_embeddings.", "output_layer.")
 
 
@@ -64,7 +64,7 @@ class UpstreamCheckpoint:
     vocab_size: int | None
     """Rows of the embedding that are no padding; None where the tokenizer's files are not at hand to tell."""
     note: str | None
-    """What is to be said of it."""
+    """Sentence to be said of it."""
 
     def read(self, key: str) -> Tensor:
         """A weight without its rows of padding. Raises CheckpointError."""

@@ -28,7 +28,7 @@ from megatron.hf.entries import Entry
 
 @dataclasses.dataclass(frozen=True)
 class _Sent:
-    """Who sends what of one tensor."""
+    """Senders of the parts of one tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class WeightStream:
         self._tensors = tensors
         self.group = group
         self.receives = on_all_ranks or group.rank() == 0
-        """Whether this process gets the tensors."""
+        """True if this process gets the tensors."""
         self._device = next((tensor.data.device for tensor in tensors.values()), torch.device("cpu"))
         self._sent = _choose_senders(tensors, group)
 
@@ -162,7 +162,7 @@ def _count(box: Box) -> int:
 
 
 def _meet(box: Box, region: Box) -> Box:
-    """What the two have in common; lengths of 0 where that is nothing."""
+    """Return what the two have in common; lengths of 0 where that is nothing."""
     met = []
     for (first, length), (start, extent) in zip(box, region, strict=False):
         begin, end = max(first, start), min(first + length, start + extent)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes a run need less memory and trains the same model: settings, in the order of what they cost.
+"""Settings that make a run need less memory and train the same model, in the order of what they cost.
 
 The saving of each is the difference of two estimates of memory.py, or a count of what it no longer keeps. Whether the
 settings go together with all others of the run is for the caller to ask: here are single changes by name of the field.
@@ -33,11 +33,11 @@ class Lever:
     saved_bytes: float
     """On the most loaded process, by the formulas of memory.py; the machine may save more or less."""
     of_activations: bool = True
-    """Whether all of it are activations; else weights, gradients and optimizer state become fewer."""
+    """True if all of it are activations; else weights, gradients and optimizer state become fewer."""
     shrinks_tensors: bool = False
-    """Whether each activation becomes smaller by itself, and not only fewer of them are kept."""
+    """True if each activation becomes smaller by itself, and not only fewer of them are kept."""
     needs_gpu: bool = False
-    """Whether what is saved is the memory of a device beside the host."""
+    """True if what is saved is the memory of a device beside the host."""
 
 
 def list_levers(

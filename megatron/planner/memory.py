@@ -66,13 +66,14 @@ class ParameterCounts:
 
     @property
     def idle(self) -> int:
-        """What does not work on a given token."""
+        """Parameters that do not work on a given token."""
         return self.decoder.idle + self.prediction.idle
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What a process works on: what the memory of a run depends on beside the configs of its model and its replicas."""
+    """Work of a process: the facts that the memory of a run depends on beside the configs of its model and its
+    replicas."""
 
     padded_vocab_size: int
     """Rows of the embedding over all ranks, in tokens."""
@@ -203,7 +204,7 @@ def _count_parameter_bytes(replicas: float, distributed_optimizer: bool) -> floa
 
 
 def _is_sequence_divided(model: TransformerConfig, *, as_reference: bool) -> bool:
-    """Whether activations have the first form, in which all of a layer is divided."""
+    """Return whether activations have the first form, in which all of a layer is divided."""
     return model.sequence_parallel and (not as_reference or model.recompute_granularity == "selective")
 
 

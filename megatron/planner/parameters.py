@@ -37,7 +37,8 @@ class PlacedCounts:
         return sum(self.dense.values()) + sum(self.of_experts.values())
 
     def count_active(self, chosen: int, experts: int) -> int:
-        """What works on one token, of which the router gives each to `chosen` of so many experts (rounded down)."""
+        """Return what works on one token, of which the router gives each to `chosen` of so many experts (rounded
+        down)."""
         return sum(self.dense.values()) + sum(self.of_experts.values()) * chosen // experts
 
     def __getitem__(self, kind: Kind) -> int:

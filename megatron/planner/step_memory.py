@@ -177,7 +177,7 @@ def count_tokens(model: TransformerConfig, workload: Workload) -> Tokens:
 
 
 class _Chunk(NamedTuple):
-    """What the microbatches of a virtual stage need."""
+    """Memory that the microbatches of a virtual stage need."""
 
     kept: float
     """From forward to backward."""

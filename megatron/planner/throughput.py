@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much arithmetic a step is, and how much of the machine it uses.
+"""Arithmetic of a step, and its share of the machine's speed.
 
 Floating-point operations are counted as multiplications and additions of the matrix products that the model needs, once
 forward and twice backward (Narayanan et al., 2021, appendix; attention counted causally, so half of the full square).
@@ -118,7 +118,7 @@ class Yardstick:
 
     def __init__(self, source: str, flops: float | None = None, measure: Callable[[], float] | None = None) -> None:
         self.source = source
-        """Where the number comes from, for the log."""
+        """Origin of the number, for the log."""
         self.flops = flops
         """FLOP/s; None where nothing is known."""
         self._measure = measure

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What get_args(), get_tokenizer() and get_timers() show to scripts written for upstream. Nothing of ours reads it."""
+"""Run that get_args(), get_tokenizer() and get_timers() show to scripts written for upstream. Nothing of ours reads
+it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ class CurrentRun:
     # ours uses them.
     config: ClassVar[RunConfig | None] = None
     additions: ClassVar[dict[str, Any]] = {}
-    """What upstream adds to the settings while it starts."""
+    """Settings that upstream adds while it starts."""
     args: ClassVar[Namespace | None] = None
     """Made of both when first asked for; the script may change it."""
     tokenizer: ClassVar[Tokenizer | None] = None

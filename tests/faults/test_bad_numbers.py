@@ -15,10 +15,9 @@ from megatron.core.errors import ConfigError, MegatronError, NonFiniteError, Rer
 from megatron.training.checkpoint.rng_state import RandomState
 from megatron.training.hooks.validation import ValidationHook
 from megatron.training.loop import train
-from megatron.training.rerun.ledger import LEDGER, Ledger
+from megatron.training.rerun.ledger import LEDGER
 from megatron.training.rerun.tracker_file import RejectionLog
-from megatron.training.rerun.validation import compare
-from megatron.training.run import PassedOver, Place, Run
+from megatron.training.run import Place, Run
 from tests.functional.pretrain_runs import TINY, metrics, run_ranks
 from tests.support.tiny_training import prepare
 
@@ -202,23 +201,3 @@ def test_ranks_agree_on_whose_value_was_bad(tmp_path: Path) -> None:
     assert "iteration 3: rank 1" in outcome.stderr
     assert [row["iteration"] for row in metrics(tmp_path)] == [1, 2, 3, 4, 5]
     assert all(row["lm loss"] == row["lm loss"] for row in metrics(tmp_path))
-
-
-def test_results_are_compared_as_upstream_does() -> None:
-    nan, inf = float("nan"), float("inf")
-    assert [compare(1.0, 1.0), compare(nan, nan), compare(inf, inf)] == [0.0, 0.0, 0.0]
-    assert compare(nan, 1.0) == compare(1.0, inf) == inf
-    assert compare(1.0, 1.002) == pytest.approx(0.002 / 1.001)
-
-
-def test_the_ledger_of_a_run_that_goes_back_forgets_what_came_after(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path, ("a",))
-    ledger.extend((0, 0), (5, 20), {3: PassedOver(8, 11, "x")})
-    ledger.write()
-    again = Ledger(tmp_path, ("b",))
-    again.begin(4, 16)
-    again.extend((4, 16), (6, 24), {})
-    assert [(e.iterations, e.samples, e.blend, e.skipped) for e in again.entries] == [
-        ((1, 2), (0, 7), ("a",), None), ((3, 3), (8, 11), ("a",), "x"),
-        ((4, 4), (12, 15), ("a",), None), ((5, 6), (16, 23), ("b",), None),
-    ]  # fmt: skip

@@ -106,6 +106,9 @@ def test_ranks_that_do_not_exist_are_refused() -> None:
         draw_injections(_settings(fault_injector_num_ranks=2), 2)
 
 
+@pytest.mark.flags(
+    "--enable-ft-package", "--calc-ft-timeouts", "--ft-num-warmup-iters", "--exit-signal-handler-for-training"
+)
 @pytest.mark.parametrize(
     "flag",
     ["--enable-ft-package", "--calc-ft-timeouts", "--ft-num-warmup-iters 3", "--exit-signal-handler-for-training"],

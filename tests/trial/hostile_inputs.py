@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron.core.errors import NonFiniteError
 from megatron.training.flags.declarations import declared_flags
 from megatron.training.flags.flag import Flag
 from tests.faults.small_datasets import write_dataset
@@ -37,8 +38,8 @@ from tests.trial.verdict import Verdict
 LIMIT_SECONDS = 180.0
 # What a program may ask of the machine: a size that gets past the rules must not take the machine down with it.
 LIMIT_BYTES = 24 << 30
-# 74: storage; 75: worth another start (megatron/core/errors.py).
-EXIT_CODES = (0, 2, 74, 75)
+# 17: a result that is not a number; 74: storage; 75: worth another start (megatron/core/errors.py).
+EXIT_CODES = (0, 2, NonFiniteError.exit_code, 74, 75)
 TRACES = ("Traceback (most recent call last)", "Fatal Python error", "Segmentation fault", "core dumped")
 
 MODEL = (

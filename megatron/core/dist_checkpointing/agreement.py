@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one process finds out, all know: values and errors of the first process, and errors of any."""
+"""Agreement of processes on what one of them finds out: values and errors of the first process, and errors of any."""
 
 from __future__ import annotations
 

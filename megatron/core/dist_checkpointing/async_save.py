@@ -59,15 +59,15 @@ _FIRST_SEARCH_SECONDS, _MOST_SEARCH_SECONDS = 1.0, 30.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a save ended, the same on all processes."""
+    """Result of a save, the same on all processes."""
 
     iteration: int
     path: Path | None
     """The complete checkpoint; None where there is none."""
     problem: str | None
-    """Why there is none."""
+    """Reason that there is none."""
     stalled_seconds: float
-    """How long training stood still for it; this process's own figure, like the next."""
+    """Seconds that training stood still for it: this process's own figure, like the next."""
     elapsed_seconds: float
 
     def check(self) -> Path:
@@ -168,7 +168,7 @@ class AsyncSaver:
 
 @dataclass(frozen=True)
 class _Completion:
-    """What the first process does when all have written."""
+    """Last step of a save, on the first process when all have written."""
 
     temporary: Path
     iteration: int
@@ -265,7 +265,7 @@ class _Save(threading.Thread):
             self._store.set(key, json.dumps(value))
 
     def _hear(self, keys: dict[int, str]) -> list[dict[str, Any]]:
-        """What ranks tell under these keys, when all have. Raises TimeoutError when one will not."""
+        """Return what ranks tell under these keys, when all have. Raises TimeoutError when one will not."""
         if self._store is None or not keys:
             return []
         store: Store = self._store
@@ -304,7 +304,7 @@ class _Save(threading.Thread):
 
 
 def _attempt(doing: str, action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What the action returns; a "problem" instead where it fails."""
+    """Return what the action returns; a "problem" instead where it fails."""
     try:
         return action()
     except MegatronError as error:

@@ -23,13 +23,13 @@ class CrashPoint(NamedTuple):
     """A place in the program."""
 
     when: str
-    """What has just happened there, or comes next."""
+    """Event that has just happened there, or comes next."""
     on_every_rank: bool = False
     """Otherwise only the first rank comes by."""
     beside_training_only: bool = False
     """With --async-save alone."""
     by_writer: bool = False
-    """Where a process writes for a rank, that process comes by."""
+    """True if the writer process, where a rank has one, comes by instead of the rank."""
 
 
 CRASH_POINTS: Final[dict[str, CrashPoint]] = {
@@ -105,7 +105,7 @@ def fill_disk() -> None:
 
 
 def hand_over() -> str:
-    """What a process that writes for this one is armed for in its place, once; `take_over` there reads it."""
+    """Return what a process that writes for this one is armed for in its place, once; `take_over` there reads it."""
     points = [point for point in _ARMED if CRASH_POINTS[point].by_writer]
     return ",".join(f"{point}:{_ARMED.pop(point)}" for point in points)
 

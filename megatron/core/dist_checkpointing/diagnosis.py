@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with a directory of checkpoints, and what to do about it. Looks only: nothing is changed.
+"""Diagnosis of a directory of checkpoints, and the remedies. Looks only: nothing is changed.
 
 diagnosis = diagnose(Path("checkpoints"), with_checksums=True, on_bytes=progress.add)
 diagnosis.findings      every Finding: what was found, what to do
@@ -58,28 +58,29 @@ class Finding:
 
 @dataclass(frozen=True)
 class Condition:
-    """What became of one checkpoint."""
+    """State of one checkpoint."""
 
     path: Path
     iteration: int | None
     damage: list[str]
-    """What keeps a run from taking it."""
+    """Reasons that keep a run from taking it."""
     files: int
     bytes: int
     contradictions: list[str] = field(default_factory=list)
-    """What a run finds only when it loads it: its files are as they were written, and do not belong together."""
+    """Contradictions that a run finds only when it loads it: its files are as they were written, and do not belong
+    together."""
 
 
 @dataclass
 class Diagnosis:
-    """What was found in a directory."""
+    """Findings in a directory."""
 
     root: Path
     checkpoints: list[Condition] = field(default_factory=list)
     """Oldest first; before them those of `non_persistent`."""
     findings: list[Finding] = field(default_factory=list)
     chosen: Path | None = None
-    """What --load takes; None where there is nothing that it can."""
+    """Directory that --load takes; None where there is none that it can."""
 
     def add(self, level: Level, what: str, remedy: str) -> None:
         """Note a finding."""
@@ -131,14 +132,14 @@ def diagnose(
 
 
 def explain_other_content(path: Path) -> tuple[str, str] | None:
-    """What lies in a directory that is no checkpoint of ours, as the end of a sentence, and what to do; None where
-    nothing is recognised: `explain_foreign_format`, else `explain_wrong_level`."""
+    """Return what lies in a directory that is no checkpoint of ours, as the end of a sentence, and what to do; None
+    where nothing is recognised: `explain_foreign_format`, else `explain_wrong_level`."""
     return explain_foreign_format(path) or explain_wrong_level(path)
 
 
 def explain_foreign_format(path: Path) -> tuple[str, str] | None:
-    """What kind of another program's checkpoint lies in a directory, as the end of a sentence, and what to do; None
-    where nothing is recognised."""
+    """Return what kind of another program's checkpoint lies in a directory, as the end of a sentence, and what to do;
+    None where nothing is recognised."""
     if any(path.glob(f"mp_rank_*/{FILE_NAME}")):
         return (
             "is a checkpoint in upstream's torch format, which has no checksums",
@@ -178,7 +179,8 @@ def explain_foreign_format(path: Path) -> tuple[str, str] | None:
 
 
 def explain_wrong_level(root: Path) -> tuple[str, str] | None:
-    """Which directories in this one hold the checkpoints that it does not hold itself: what it is, and what to do."""
+    """Return which directories in this one hold the checkpoints that it does not hold itself: what it is, and what to
+    do."""
     below = [entry for entry in sorted(root.iterdir()) if entry.is_dir() and saved_iterations(entry)]
     if len(below) < 2:
         return (f"holds no checkpoint itself, {below[0]} does", f"give {below[0]}") if below else None
@@ -199,7 +201,8 @@ def _checkpoint_directories(root: Path) -> list[Path]:
 
 
 def _is_release(root: Path) -> bool:
-    """Whether the tracker names a model of upstream's that was never trained, in a directory without a number."""
+    """Return whether the tracker names a model of upstream's that was never trained, in a directory without a
+    number."""
     try:
         return read_file(root / TRACKER_NAME, 64).strip() == RELEASE.encode() and (root / RELEASE).is_dir()
     except OSError:
@@ -236,7 +239,7 @@ def _examine(path: Path, with_checksums: bool, on_bytes: Callable[[int], None]) 
 
 
 def _examine_contents(path: Path) -> list[str]:
-    """Whether an undamaged table of contents is one, and all it names is there."""
+    """Return whether an undamaged table of contents is one, and all it names is there."""
     try:
         metadata = read_metadata(path / METADATA_NAME)
         check_coverage(metadata)
@@ -251,7 +254,7 @@ def _examine_contents(path: Path) -> list[str]:
 
 
 def _examine_foreign(path: Path) -> list[str]:
-    """What another program's checkpoint lacks: files of ranks, or boxes of tensors."""
+    """Return what another program's checkpoint lacks: files of ranks, or boxes of tensors."""
     try:
         if any(path.glob(f"mp_rank_*/{FILE_NAME}")):
             file = find_legacy_file(path)

@@ -57,13 +57,13 @@ class FoundCheckpoint:
     path: Path
     manifest: Manifest
     skipped: list[str] = field(default_factory=list)
-    """Why this one and no other is taken, where that may surprise; for one warning to the user."""
+    """Reasons to pass over newer ones, for one warning to the user."""
     unverified: Mapping[str, FileRecord] = field(default_factory=dict)
     """Files of tensors that nobody has read yet; serialization.load() compares them with these records."""
 
 
 def iteration_directory(root: Path, iteration: int) -> Path:
-    """Where the checkpoint of an iteration lies."""
+    """Return where the checkpoint of an iteration lies."""
     return root / f"iter_{iteration:07d}"
 
 
@@ -198,7 +198,7 @@ def settle_leftovers(root: Path) -> list[str]:
 
 
 def list_leftovers(root: Path) -> list[Path]:
-    """What a save that is under way, or was interrupted, has in the directory. Raises OSError."""
+    """Return what a save that is under way, or was interrupted, has in the directory. Raises OSError."""
     return [
         entry
         for entry in sorted(root.iterdir())
@@ -329,7 +329,7 @@ def _settle(leftover: Path) -> str:
 
 
 def _completes(root: Path, iteration: int) -> bool:
-    """Whether the save of this iteration got as far as its final name, and the tracker did not follow."""
+    """Return whether the save of this iteration got as far as its final name, and the tracker did not follow."""
     tracked = _read_iteration(root / TRACKER_NAME)
     # A tracker that is ahead already was written by a later save, and must not go back.
     is_visible = (iteration_directory(root, iteration) / MANIFEST_NAME).exists()

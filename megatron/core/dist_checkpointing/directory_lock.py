@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which run may write into a directory of checkpoints or of metrics: one at a time, also on a network file system.
+"""Lock on a directory of checkpoints or of metrics: one at a time, also on a network file system.
 
     root/save-00000003.lock      {"run": "5f0c…", "host": "gpu07", "pid": 4711, …, "beat": "0000000042"}
 
@@ -52,11 +52,11 @@ class Holder:
     host: str
     pid: int
     since: str
-    """When it started, by its own clock; for people only."""
+    """Start time by its own clock; for people only."""
     machine: str | None
-    """Which kernel, and which of its numberings of processes, `pid` is of; None where the system does not say."""
+    """Kernel, and its process namespace, that `pid` belongs to; None where the system does not say."""
     process_started: int | None
-    """When the process started, in the kernel's ticks: tells it from a later process with the same number."""
+    """Start time of the process in the kernel's ticks, which tells it from a later process with the same number."""
 
     @classmethod
     def of_this_process(cls) -> Holder:
@@ -67,7 +67,7 @@ class Holder:
 
     @classmethod
     def parse(cls, content: bytes) -> Holder | None:
-        """What a lock file says; None for a file that is being written, or is no lock file."""
+        """Return what a lock file says; None for a file that is being written, or is no lock file."""
         try:
             fields = json.loads(content)
             holder = cls(**{name: fields[name] for name in cls.__dataclass_fields__})
@@ -128,7 +128,7 @@ class DirectoryLock:
         self._end = weakref.finalize(self, _release, *arguments)
 
     def covers(self, path: Path) -> bool:
-        """Whether it is the lock of this directory: of itself, or of one that it is in."""
+        """Return whether it is the lock of this directory: of itself, or of one that it is in."""
         root, inner = Path(os.path.realpath(self.root)), Path(os.path.realpath(path))
         return inner == root or root in inner.parents
 
@@ -158,7 +158,7 @@ class DirectoryLock:
 
 
 def list_holders(root: Path) -> dict[str, Holder | None]:
-    """Who has, or had, the directory: name of the lock file -> the run in it, None where it names none. Raises
+    """Return who has, or had, the directory: name of the lock file -> the run in it, None where it names none. Raises
     OSError."""
     return {name: Holder.parse(content) for name, content in _read_locks(root).items()}
 
@@ -270,7 +270,7 @@ def _beat(path: Path, holder: Holder, stop: threading.Event) -> None:
 
 
 def _is_ours(path: Path, holder: Holder) -> bool:
-    """Whether the file is there and holds our run; True where the storage does not answer."""
+    """Return whether the file is there and holds our run; True where the storage does not answer."""
     try:
         written = Holder.parse(read_file(path))
     except FileNotFoundError:
@@ -292,7 +292,7 @@ def _release(path: Path, holder: Holder, stop: threading.Event) -> None:
 
 
 def _read_tracker(root: Path) -> bytes:
-    """Which iteration is the newest; nothing where there is none."""
+    """Return the bytes that say which iteration is the newest; nothing where there is none."""
     try:
         return read_file(root / TRACKER_NAME, 64)
     except OSError:
@@ -300,7 +300,8 @@ def _read_tracker(root: Path) -> bytes:
 
 
 def _read_process(pid: int) -> tuple[bool, int | None]:
-    """Whether the process is listed, and when it started; that is None for one that has ended and is still listed."""
+    """Return whether the process is listed, and when it started; that is None for one that has ended and is still
+    listed."""
     try:
         # Its name, which is in parentheses, may hold anything.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -64,7 +64,7 @@ def find_legacy_file(root: Path, iteration: int | None = None) -> Path | None:
 
 
 class RankFile(NamedTuple):
-    """What the file of one rank holds. Its tensors are mapped, and read when they are used."""
+    """Contents of the file of one rank. Its tensors are mapped, and read when they are used."""
 
     chunks: list[dict[str, Tensor]]
     """The weights of each model chunk by upstream's names, layers counted from 0; several where the pipeline is
@@ -74,9 +74,9 @@ class RankFile(NamedTuple):
     ignored: list[str]
     """Names beside the weights that have no place here: `_extra_state`."""
     has_flat_state: bool
-    """Whether the optimizer's tensors lie in a file of their own, distrib_optim.pt."""
+    """True if the optimizer's tensors lie in a file of their own, distrib_optim.pt."""
     common: CommonState
-    """What is no tensor."""
+    """State that is no tensor."""
 
 
 def read_rank_file(path: Path, *, with_optimizer: bool = False) -> RankFile:
@@ -171,7 +171,7 @@ def _name_optimizer_state(
 
 
 def _is_decoupled(group: Mapping[str, Any]) -> bool:
-    """Whether a group has a learning rate of its own; releases say it in two ways."""
+    """Return whether a group has a learning rate of its own; releases say it in two ways."""
     return bool(group.get("is_decoupled_lr")) or group.get("default_config") is False
 
 

@@ -52,7 +52,7 @@ class LegacyCheckpoint:
     ignored: list[str]
     """Entries that have no place here: `_extra_state`."""
     common: CommonState
-    """What is no tensor."""
+    """State that is no tensor."""
     world_size: int
     """Files of ranks."""
     flat_state: FlatOptimizerState | None = None
@@ -223,7 +223,7 @@ def _renumber(name: str, layers_before: int) -> str:
 
 
 def _count_layers(names: Mapping[str, Tensor]) -> int:
-    """How many layers a model chunk has."""
+    """Return how many layers a model chunk has."""
     numbers = {int(found["number"]) for found in map(_LAYER.fullmatch, names) if found is not None}
     return max(numbers, default=-1) + 1
 

@@ -54,7 +54,7 @@ class RankTensor:
 
 @dataclass(frozen=True)
 class SavedGroups:
-    """What the optimizer's state says beside its tensors."""
+    """Optimizer state beside its tensors."""
 
     groups: Sequence[Mapping[str, Any]]
     """Options of each parameter group, in upstream's words."""

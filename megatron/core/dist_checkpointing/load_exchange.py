@@ -37,10 +37,10 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedReads:
-    """Who reads what, as this process sees it."""
+    """Division of the reads among processes, as this process sees it."""
 
     own_reads: list[Read]
-    """What this process reads itself."""
+    """Reads that this process does itself."""
     exchanged: list[tuple[Group, list[list[Tensor]]]]
     """For each group what each member reads for all of them, in an order that is the same on all."""
 

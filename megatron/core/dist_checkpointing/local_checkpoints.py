@@ -53,17 +53,17 @@ _ALONE = SingleRankGroup()
 
 
 def find_rank_directory(place: Path, rank: int) -> Path:
-    """Where a rank's own parts lie in a directory of its node."""
+    """Return where a rank's own parts lie in a directory of its node."""
     return place / f"rank_{rank:05d}"
 
 
 def find_copies_directory(directory: Path, rank: int) -> Path:
-    """Where copies of another rank's parts lie in a rank's own directory."""
+    """Return where copies of another rank's parts lie in a rank's own directory."""
     return directory / f"copy_of_rank_{rank:05d}"
 
 
 class Copying(NamedTuple):
-    """Which ranks keep copies of each other's parts: `factor` ranks at a distance of `jump` from each other."""
+    """Layout of copies among ranks: `factor` ranks at a distance of `jump` from each other."""
 
     jump: int
     factor: int
@@ -78,7 +78,7 @@ class Copying(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """What one rank says of a part that it has."""
+    """Statement of one rank on a part that it has."""
 
     number: int
     """Counts the saves: the newest has the highest, also after a run has gone back to an earlier iteration."""
@@ -88,7 +88,7 @@ class Offer(NamedTuple):
     layout: int
     """A checksum of how the state was divided among the ranks."""
     is_shared: bool
-    """Whether replicas have divided the writing among themselves."""
+    """True if replicas have divided the writing among themselves."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class FoundPart:
     checkpoint: FoundCheckpoint
     is_shared: bool
     moved: tuple[str, ...] = ()
-    """Which ranks had to take their part from another one; the same on all ranks."""
+    """Ranks that had to take their part from another one; the same on all ranks."""
 
 
 # ---- saving
@@ -272,13 +272,14 @@ def compute_layout(tensors: ShardedStateDict, layout: Mapping[str, int], group: 
 
 
 def _describe(tensor: ShardedTensor) -> str:
-    """Which part of a tensor this is, and in which form."""
+    """Return which part of a tensor this is, and in which form."""
     boxes = [block.box for block in tensor.blocks]
     return f"{tensor.global_shape} {tensor.local_shape} {tensor.dtype} {boxes}"
 
 
 def _divide(tensors: ShardedStateDict, replicas: Sequence[Group]) -> SharedReads:
-    """Who writes and reads what of which all members of a group have the same part; the same for saving and loading."""
+    """Return who writes and reads what of which all members of a group have the same part; the same for saving and
+    loading."""
     reads = [
         Read(MetadataIndex(tensor.key), (zlib.crc32(_describe(tensor).encode()),), tensor.data)
         for tensor in tensors.values()
@@ -309,7 +310,7 @@ def _list_offers(directory: Path) -> dict[str, Offer]:
 
 
 def _find_damage(path: Path, identity: str) -> str | None:
-    """Why a part's files are not as they were written for this save; None where they are."""
+    """Return why a part's files are not as they were written for this save; None where they are."""
     # What was fetched for another save, which then lacked something else, may have taken its place.
     if identity not in _list_offers(path.parent):
         return f"{path} was replaced by another save's"
@@ -324,7 +325,7 @@ def _find_damage(path: Path, identity: str) -> str | None:
 
 
 class _Place(NamedTuple):
-    """Where a part lies on another rank's node, or on the own one outside the rank's directory."""
+    """Place of a part on another rank's node, or on the own one outside the rank's directory."""
 
     holder: int
     """A rank that sees it."""
@@ -355,7 +356,8 @@ def _list_elsewhere(directory: Path, owners: Collection[int]) -> list[_PartElsew
 
 
 def _find_places(directory: Path, identity: str, owners: Sequence[int], group: Group) -> dict[int, list[_Place]]:
-    """Where parts of a save lie elsewhere: rank whose part it is -> places, in the order in which to try them."""
+    """Return where parts of a save lie elsewhere: rank whose part it is -> places, in the order in which to try
+    them."""
     if not owners:
         return {}
     rank = group.rank()

@@ -41,7 +41,7 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class FileRecord(NamedTuple):
-    """What a file must be."""
+    """Expected size and checksums of a file."""
 
     bytes: int
     crc32: int

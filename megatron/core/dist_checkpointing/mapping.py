@@ -42,7 +42,7 @@ class ShardedTensor:
     valid_rows: int | None = None
     """Rows of dimension 0 that mean something; the rest is padding, which may differ between save and load."""
     fallback_key: str | None = None
-    """What to load instead where the checkpoint has no `key`."""
+    """Key to load instead where the checkpoint has no `key`."""
     is_copy: bool = False
     """Loaded, but not saved: another process owns it."""
     is_optional: bool = False
@@ -178,7 +178,8 @@ class SlicedTensor(ShardedTensor):
 
 
 def _meet(box: Box, piece: Piece) -> Piece | None:
-    """What a box of the shard and a block of it have in common; the local box counts from the given box's start."""
+    """Return what a box of the shard and a block of it have in common; the local box counts from the given box's
+    start."""
     full: list[tuple[int, int]] = []
     local: list[tuple[int, int]] = []
     for (start, length), (full_start, _), (local_start, local_length) in zip(

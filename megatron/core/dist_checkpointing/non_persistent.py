@@ -30,7 +30,7 @@ DOCUMENT = "non_persistent"
 
 
 def build_document(root: Path) -> dict[str, str | None]:
-    """What a non-persistent checkpoint that is saved now says of the persistent ones in `root`."""
+    """Return what a non-persistent checkpoint that is saved now says of the persistent ones in `root`."""
     persistent = list_candidates(root, [])
     return {"since": _read_run_id(persistent[0]) if persistent else None}
 
@@ -67,7 +67,8 @@ def list_all_candidates(root: Path, other: Path, problems: list[str]) -> list[Pa
 
 
 def is_newer_than_all(since: str | None, iteration: int, root: Path, other: Path) -> bool:
-    """Whether a checkpoint from elsewhere, whose document says `since`, is newer than all of both directories."""
+    """Return whether a checkpoint from elsewhere, whose document says `since`, is newer than all of both
+    directories."""
     persistent = list_candidates(root, []) if root.is_dir() else []
     # Of a run whose persistent checkpoints somebody has removed since: it is to begin anew.
     if not persistent and since is not None:
@@ -79,7 +80,7 @@ def is_newer_than_all(since: str | None, iteration: int, root: Path, other: Path
 
 
 def _is_newer(since: str | None, iteration: int, persistent: Path) -> bool:
-    """Whether a non-persistent checkpoint was saved after the newest persistent one."""
+    """Return whether a non-persistent checkpoint was saved after the newest persistent one."""
     newest = _read_run_id(persistent)
     # Without the word of both, the numbers are all there is.
     return since == newest if since is not None and newest is not None else iteration > _get_iteration(persistent)

@@ -37,7 +37,7 @@ class Transfer(NamedTuple):
 
 
 class _Announced(NamedTuple):
-    """What a source is about to send."""
+    """Announcement of what a source is about to send."""
 
     path: Path
     manifest: Manifest

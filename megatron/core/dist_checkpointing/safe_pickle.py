@@ -126,7 +126,7 @@ _ARGUMENT_BYTES = {
     else _SIZES.get(opcode.arg.n, opcode.arg.n)
     for opcode in pickletools.opcodes
 }  # fmt: skip
-"""How many bytes the argument of an opcode has; below 0, how many bytes say so, or how many lines it is."""
+"""Bytes in the argument of an opcode; below 0, the number of bytes that hold its length, or of lines that it takes."""
 _LONG_PUT, _TEXT_PUT = ord("r"), ord("p")
 
 
@@ -145,8 +145,8 @@ _HARMLESS_CLASSES = frozenset(
      "pathlib.PosixPath", "pathlib.PurePosixPath", "pathlib._local.PosixPath", "types.SimpleNamespace", "_io.BytesIO",
      "collections.defaultdict", "datetime.timedelta", "datetime.datetime")
 )  # fmt: skip
-"""What upstream's files hold beside tensors: the arguments, the exit signal, numpy's random state, the extra state of
-Transformer Engine's layers."""
+"""Classes that upstream's files hold beside tensors: the arguments, the exit signal, numpy's random state, the extra
+state of Transformer Engine's layers."""
 _UPSTREAM_CLASS = re.compile(r"megatron\.(core|training|legacy)\.[A-Za-z0-9_.]+")
 
 
@@ -165,7 +165,7 @@ class StandIn:
 
 
 def read_restricted(source: Path | BinaryIO, name: str, *, mmap: bool = False) -> Any:
-    """What torch.save wrote, on the CPU, with `StandIn`s for the classes that upstream's files name.
+    """Return what torch.save wrote, on the CPU, with `StandIn`s for the classes that upstream's files name.
 
     name: of the source, for messages. mmap: leave the tensors in the file until they are used. Raises CheckpointError
     when it is damaged or names a class that is not known.
@@ -215,7 +215,7 @@ def refuse_expanded(tensor: torch.Tensor, name: str) -> None:
 
 
 def _stand_in(class_name: str, source: str) -> Any:
-    """What to put in the place of a class that a source names; the class itself is never looked up."""
+    """Return what to put in the place of a class that a source names; the class itself is never looked up."""
     if class_name in _HARMLESS_CLASSES or _UPSTREAM_CLASS.fullmatch(class_name):
         return type(class_name.rpartition(".")[2], (StandIn,), {"__module__": __name__})
     raise CheckpointError(f"{source} cannot be used: refused class {class_name}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who writes what: each box of each tensor once, evenly over the processes that hold it."""
+"""Division of the writing among processes: each box of each tensor once, evenly over the processes that hold it."""
 
 from __future__ import annotations
 

@@ -108,7 +108,8 @@ def guard(
 
 
 _Rest = Callable[[Path], Mapping[str, FileRecord]]
-"""What the first member does when all others have written: write the rest, and return the records of all files."""
+"""Last part of a save, run by the first member when all others have written: write the rest, and return the records of
+all files."""
 
 
 def save_files(
@@ -159,7 +160,7 @@ def gather_valid_rows(tensors: ShardedStateDict, group: Group) -> dict[str, int]
 def gather_documents(
     valid_rows: Mapping[str, int], documents: Mapping[str, Any], attachments: Mapping[str, Path], group: Group
 ) -> Callable[[Path], dict[str, FileRecord]]:
-    """What lies beside the tensors, as it is now; every member of `group` calls this.
+    """Return what lies beside the tensors, as it is now; every member of `group` calls this.
 
     Returns what the first member calls with the directory of the save; it writes them and returns their records. It
     raises OSError.
@@ -192,7 +193,7 @@ def find(root: Path, iteration: int | None, group: Group, *, leave_tensors: bool
 def agree(
     look: Look, group: Group, *, leave_tensors: bool = False, damaged: Mapping[Path, str] | None = None
 ) -> FoundCheckpoint | None:
-    """What `look` finds on the first member of `group`, on every one; all of them verify its files. Raises
+    """Return what `look` finds on the first member of `group`, on every one; all of them verify its files. Raises
     CheckpointError where one does not see it.
 
     leave_tensors: files of tensors in our format are left to load(), which verifies what it reads. damaged: checkpoints
@@ -271,8 +272,8 @@ def _valid_rows(tensors: ShardedStateDict) -> dict[str, int]:
 
 
 def write_upstream_documents(directory: Path, attachments: Mapping[str, Path]) -> dict[str, FileRecord]:
-    """What upstream has beside the tensors of its torch_dist, and files to copy, by their names there; returns their
-    records. Raises OSError."""
+    """Return what upstream has beside the tensors of its torch_dist, and files to copy, by their names there; returns
+    their records. Raises OSError."""
     texts = {name: json.dumps(content) for name, content in _UPSTREAM_DOCUMENT.items()}
     return _write_documents(directory, texts) | _copy_attachments(directory, attachments)
 

@@ -85,7 +85,7 @@ class _Shard:
         self._file, self._thread = file, thread
         self.num_bytes, self.crc32 = 0, 0
         self._short = bytearray()
-        """What is too short to be written by itself."""
+        """Pieces too short to be written by themselves."""
         self._under_way: deque[Future[None]] = deque()
         self._buffers: list[Tensor] = []
         self._copied = 0
@@ -169,7 +169,7 @@ class _Shard:
 
 
 def _is_memory(values: Tensor) -> bool:
-    """Whether the values are one stretch of host memory."""
+    """Return whether the values are one stretch of host memory."""
     return device.is_cpu(values) and values.is_contiguous()
 
 
@@ -290,7 +290,7 @@ def _list_pieces(shape: Sequence[int], itemsize: int) -> Iterator[tuple[tuple[in
 
 
 def _meet(piece: Sequence[tuple[int, int]], fill: Fill) -> tuple[tuple[slice, ...], Tensor] | None:
-    """What a piece of a box and a part of it have in common: where in the piece, and the view of the target."""
+    """Return what a piece of a box and a part of it have in common: where in the piece, and the view of the target."""
     inner, outer = [], []
     for (start, length), offset, size in zip(piece, fill.offsets, fill.target.shape, strict=True):
         first, last = max(start, offset), min(start + length, offset + size)

@@ -38,7 +38,7 @@ class ShardedObject:
 
     @property
     def is_main_replica(self) -> bool:
-        """Whether this is the replica that is saved."""
+        """True if this is the replica that is saved."""
         return not any(self.replica_id) if isinstance(self.replica_id, tuple) else self.replica_id == 0
 
     def to_text(self) -> str:

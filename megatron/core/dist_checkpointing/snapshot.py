@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process is to save, copied into host memory, so that training can go on while it is written.
+"""State that a process is to save, copied into host memory, so that training can go on while it is written.
 
 HostMemory    one block that is kept from save to save, and that another process can map
 Snapshot      the boxes of one save in it; a source of values for torch's writer
@@ -38,7 +38,7 @@ class HostMemory:
         self.descriptor = -1
         """A file without a name; a process that gets this descriptor maps the same memory."""
         self.generation = 0
-        """Which block it is: descriptors are numbers that are given out again."""
+        """Number of the block: descriptors are numbers that are given out again."""
         self.num_bytes = 0
         self.data = torch.empty(0, dtype=torch.uint8)
         """[num_bytes] as uint8."""
@@ -72,7 +72,7 @@ class HostMemory:
 
 
 class BoxPlace(NamedTuple):
-    """Where a box lies in the memory."""
+    """Place of a box in the memory."""
 
     start: int
     """First byte."""

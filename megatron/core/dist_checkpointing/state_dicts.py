@@ -133,12 +133,12 @@ def load(
 
 STRICT = ("assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all", "return_unexpected",
           "return_all", "ignore_all")  # fmt: skip
-"""What load() does with what a checkpoint holds beyond what was asked for."""
+"""Values of `strict`: the treatment of keys that a checkpoint holds beyond those asked for."""
 
 
 def load_content_metadata(checkpoint_dir: str | Path | None = None, *, preloaded_state_dict: Any = None) -> Any:
-    """What save() was given as content_metadata; None where a checkpoint has none. preloaded_state_dict: one in which
-    it was put under that name, in place of a directory."""
+    """Return what save() was given as content_metadata; None where a checkpoint has none. preloaded_state_dict: one in
+    which it was put under that name, in place of a directory."""
     if preloaded_state_dict is not None:
         return preloaded_state_dict.get(CONTENT)
     found = find_checkpoint(Path(str(checkpoint_dir)))
@@ -148,7 +148,7 @@ def load_content_metadata(checkpoint_dir: str | Path | None = None, *, preloaded
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: str | Path) -> bool:
-    """Whether the directory holds a checkpoint in the format of save(), ours or upstream's."""
+    """Return whether the directory holds a checkpoint in the format of save(), ours or upstream's."""
     return (Path(checkpoint_dir) / METADATA_NAME).is_file()
 
 
@@ -165,7 +165,7 @@ def _find_unexpected(checkpoint: Path, tensors: ShardedStateDict) -> set[str]:
 
 
 def _gather(objects: Sequence[ShardedObject], group: Group) -> dict[str, Any]:
-    """Those of all processes, by key and offset, as text; of replicas the first one's."""
+    """Return the entries of all processes, by key and offset, as text; of replicas the first one's."""
     own = {found.unique_key: found.to_text() for found in objects if found.is_main_replica}
     return {key: text for one in all_gather_object(own, group) for key, text in one.items()}
 
@@ -185,7 +185,7 @@ def _with_objects(value: Any) -> Any:
 
 
 def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
-    """What a checkpoint holds beside sharded tensors. Raises CheckpointError."""
+    """Return what a checkpoint holds beside sharded tensors. Raises CheckpointError."""
     found = find_checkpoint(Path(checkpoint_dir))
     if found is None:
         raise CheckpointError(f"{checkpoint_dir} holds no checkpoint")

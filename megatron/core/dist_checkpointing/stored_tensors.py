@@ -109,7 +109,7 @@ def count_bytes(tensor: StoredTensor) -> int:
 
 
 def kind_of(key: str) -> str:
-    """What a tensor is to a run: `weights`, `optimizer` or `random numbers`."""
+    """Return what a tensor is to a run: `weights`, `optimizer` or `random numbers`."""
     if key.startswith("optimizer."):
         return "optimizer"
     return "random numbers" if key.startswith((RNG_PREFIX, "rng_state")) else "weights"

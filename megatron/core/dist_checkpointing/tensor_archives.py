@@ -72,7 +72,7 @@ class _Entry(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What stands before the values."""
+    """Header that stands before the values."""
 
     content: bytes
     entries: tuple[_Entry, ...]
@@ -112,7 +112,7 @@ def render_tail(head: Head, crc32: int) -> bytes:
 
 
 def find_values(file: io.FileIO, start: int, length: int, dtype: torch.dtype, shape: Sequence[int]) -> int | None:
-    """Where in `file` the values of the archive at [start, start + length) begin.
+    """Return where in `file` the values of the archive at [start, start + length) begin.
 
     None unless it is the archive of one tensor of this number format and shape whose values lie there row by row.
     Nothing is unpickled. Raises OSError.
@@ -224,7 +224,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _pickle(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
-    """What torch.save writes about a tensor beside its values."""
+    """Return what torch.save writes about a tensor beside its values."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=2).dump(_Description(dtype, shape))
     return buffer.getvalue()

@@ -174,7 +174,7 @@ def _read_share(
 
 
 class _Place(NamedTuple):
-    """Where a saved box lies."""
+    """Place of a saved box."""
 
     name: str
     """Of the file."""
@@ -262,7 +262,7 @@ def _choose_verifiers(parts: Sequence[_Part], wanted: Sequence[Mapping[int, int]
 
 @dataclass(frozen=True)
 class _Job:
-    """What one thread does without a pause."""
+    """Work that one thread does without a pause."""
 
     path: Path
     start: int
@@ -302,7 +302,7 @@ def _list_jobs(
     reads: Sequence[Read],
     boxes: Mapping[MetadataIndex, _Place],
 ) -> list[_Job]:
-    """What this process reads and verifies, from start to end of each file, as a disk reads fastest."""
+    """Return what this process reads and verifies, from start to end of each file, as a disk reads fastest."""
     fills: dict[MetadataIndex, list[Fill]] = {}
     for read in reads:
         fills.setdefault(read.box_index, []).append(Fill(read.offsets, read.target))

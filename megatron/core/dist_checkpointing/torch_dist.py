@@ -47,7 +47,7 @@ METADATA_NAME = ".metadata"
 
 @dataclass(frozen=True)
 class WritePlan:
-    """Who writes what in one save, as this process sees it."""
+    """Division of the writing in one save, as this process sees it."""
 
     share: SavePlan
     """The boxes that this process writes."""
@@ -57,10 +57,10 @@ class WritePlan:
 
 @dataclass(frozen=True)
 class Written:
-    """What one process has written."""
+    """Record of what one process has written."""
 
     results: list[WriteResult]
-    """Where in its files each box lies."""
+    """Position in its files of each box."""
     records: dict[str, FileRecord]
     """Size and checksum of its files."""
 

@@ -54,7 +54,7 @@ from megatron.core.plan.state_kinds import STATE_KINDS
 
 METADATA_NAME = ".metadata"
 RELEASE = "release"
-"""What upstream's tracker says in the place of a number, and the name of the directory, of a model never trained."""
+"""Word in upstream's tracker in the place of a number, and name of the directory, for a model never trained."""
 _OURS_ALONE = "tensors.json"
 _LONGEST_SETTING = 100_000
 _DEEPEST_OPTIMIZER, _MOST_OPTIMIZERS = 3, 32
@@ -76,7 +76,7 @@ _BEGINNINGS = (
     ("self_attention.layer_norm_", "input_layernorm."),
     ("mlp.layer_norm_", "pre_mlp_layernorm."),
 )
-"""How what follows the layer's number begins: in upstream's names, where a norm is part of the linear layer after it,
+"""First words after the layer's number: in upstream's names, where a norm is part of the linear layer after it,
 and in ours."""
 _LATENT_BEGINNINGS = (
     ("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm."),
@@ -98,7 +98,7 @@ _ONE_MATRIX = {"input_layernorm.": "linear_for_attention", "pre_mlp_layernorm.":
 
 
 class SavedSlice(NamedTuple):
-    """Where a tensor of ours lies in upstream's checkpoint."""
+    """Place of a tensor of ours in upstream's checkpoint."""
 
     key: str
     layer: int | None
@@ -117,7 +117,7 @@ class UpstreamTable:
 
 @dataclasses.dataclass(frozen=True)
 class CommonState:
-    """What upstream saves beside the tensors, as far as it is used."""
+    """State that upstream saves beside the tensors, as far as it is used."""
 
     args: Mapping[str, Any]
     """The settings of the saved run, by the names of upstream's argparse: numbers, texts, lists of them."""
@@ -173,7 +173,7 @@ def find_upstream_checkpoint(root: Path, iteration: int | None = None, *, or_our
 
 
 def _is_upstream(path: Path, *, or_ours: bool) -> bool:
-    """Whether a directory is a torch_dist checkpoint without anything that only we write."""
+    """Return whether a directory is a torch_dist checkpoint without anything that only we write."""
     # A checkpoint of ours that has lost its manifest must be refused as damaged, not be read unverified.
     ours = any(os.path.exists(path / name) for name in ([] if or_ours else [MANIFEST_NAME]) + [_OURS_ALONE])
     # os.path: a directory that may not be read is not upstream's, and no end of the search for one that is good.
@@ -181,8 +181,8 @@ def _is_upstream(path: Path, *, or_ours: bool) -> bool:
 
 
 TORCH_DCP, FSDP_DTENSOR, PLAIN_MODULE = "torch_dcp", "fsdp_dtensor", "state_dict"
-"""What torch.distributed.checkpoint saves of modules: in a dictionary beside the optimizer's (upstream's torch_dcp),
-the same of modules that upstream's own fully sharded data parallelism wraps, or the weights alone."""
+"""Forms in which torch.distributed.checkpoint saves modules: in a dictionary beside the optimizer's (upstream's
+torch_dcp), the same of modules that upstream's own fully sharded data parallelism wraps, or the weights alone."""
 FSDP_REMEDY = (
     "export it with Megatron-Bridge (examples/conversion/mfsdp/convert_checkpoints_fsdp.py export --megatron-path ... "
     "--hf-path DIR), and take the weights with --load hf:DIR"
@@ -244,7 +244,7 @@ def find_flat_shards(metadata: Metadata) -> dict[str, str]:
 
 
 def explain_unusable_optimizer(metadata: Metadata) -> str | None:
-    """Why the optimizer state cannot be read; None when it can."""
+    """Return why the optimizer state cannot be read; None when it can."""
     if any(key.startswith(_MODEL) for key in metadata.state_dict_metadata):
         return (
             "its optimizer state has numbers in the place of the parameters' names, and is not read; pass "
@@ -333,7 +333,7 @@ def _take_layer(stack: TensorStorageMetadata, chunks: list[ChunkStorageMetadata]
 
 
 def read_common_state(path: Path, metadata: Metadata) -> CommonState:
-    """What a checkpoint says beside its tensors. Raises CheckpointError; nothing that is in it runs."""
+    """Return what a checkpoint says beside its tensors. Raises CheckpointError; nothing that is in it runs."""
     common = parse_common_state(_read_common(path, metadata), str(path))
     place = next((key for key in metadata.state_dict_metadata if _OPTIMIZER_OBJECT.fullmatch(key)), None)
     if common.step_count is not None or place is None:
@@ -393,7 +393,7 @@ def _read_common(path: Path, metadata: Metadata) -> Any:
 
 
 def _read_objects(path: Path, metadata: Metadata) -> dict[str, Any]:
-    """What torch_dcp has beside the weights: torch.distributed.checkpoint takes nested dictionaries apart."""
+    """Return what torch_dcp has beside the weights: torch.distributed.checkpoint takes nested dictionaries apart."""
     reader, table = BoxReader(path, metadata), metadata.state_dict_metadata
     objects = [key for key, entry in table.items() if isinstance(entry, BytesStorageMetadata)]
     content = {key: reader.read_object(key) for key in ("args", "iteration") if key in objects}
@@ -402,7 +402,7 @@ def _read_objects(path: Path, metadata: Metadata) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a setting is a number, a text, or a list of them, lists of lists included."""
+    """Return whether a setting is a number, a text, or a list of them, lists of lists included."""
     left, seen = [value], 0
     while left:
         item = left.pop()

@@ -51,7 +51,7 @@ _EXPERTS = re.compile(r".*\.mlp\.experts\.linear_fc[12]\.(weight|bias)")
 
 @dataclass(frozen=True)
 class UpstreamNaming:
-    """How the keys of a model are found."""
+    """Rules that give the keys of a model."""
 
     plan: ModelPlan
     is_stacked: bool

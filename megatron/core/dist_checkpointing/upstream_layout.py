@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How upstream lays a model out over its ranks: which dimension of a tensor is cut, in which order the parameters of a
+"""Upstream's layout of a model over its ranks: which dimension of a tensor is cut, in which order the parameters of a
 rank are registered, and where they lie in the flat buffers of its distributed optimizer.
 
     buffer of a model chunk    | bucket 0                                  | bucket 1 ...
@@ -118,7 +118,7 @@ def _size(args: Mapping[str, Any], name: str, where: str, default: int = 1) -> i
 
 @dataclass(frozen=True)
 class Cut:
-    """How tensor-parallel ranks share a tensor."""
+    """Division of a tensor among tensor-parallel ranks."""
 
     dim: int | None = None
     """The dimension that is cut; None where each rank has all of it."""
@@ -143,7 +143,7 @@ class Cut:
         return (*shard[: self.dim], shard[self.dim] * ranks, *shard[self.dim + 1 :])
 
     def runs(self, size: int, ranks: int, rank: int) -> list[tuple[int, int, int]]:
-        """What a rank has of `size` rows or columns: (start in the tensor, start in the shard, length)."""
+        """Return what a rank has of `size` rows or columns: (start in the tensor, start in the shard, length)."""
         found, start = [], 0
         for part in self.sizes(size):
             length = part // ranks
@@ -157,8 +157,8 @@ class Cut:
 
 
 def find_cut(name: str, args: Mapping[str, Any]) -> Cut:
-    """How upstream, with these settings, cuts the tensor with this name; an expert's without the dimension of the
-    experts."""
+    """Return how upstream, with these settings, cuts the tensor with this name; an expert's without the dimension of
+    the experts."""
     if _CUT_BY_COLUMNS.fullmatch(name):
         return Cut(1)
     if _CUT_WITHOUT_FUSION.fullmatch(name) and args.get("transformer_impl") == "local":
@@ -186,7 +186,7 @@ class Parameter:
     expert: int | None = None
     """The expert in the tensor `name` that this is; None where that is not a stack of experts."""
     is_alone: bool = False
-    """Whether it has a bucket of its own: a table that two pipeline stages share."""
+    """True if it has a bucket of its own: a table that two pipeline stages share."""
 
     @property
     def numel(self) -> int:
@@ -250,7 +250,7 @@ def sort_as_registered(parameters: Iterable[Parameter], *, fused: bool, grouped:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a parameter lies: elements [start, start + its number) of a bucket."""
+    """Place of a parameter: elements [start, start + its number) of a bucket."""
 
     bucket: int
     start: int
@@ -258,7 +258,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketPadding:
-    """How upstream pads the ends of buckets."""
+    """Upstream's padding of the ends of buckets."""
 
     shares: int
     """Data-parallel ranks that have equal parts of each bucket."""
@@ -272,7 +272,7 @@ class BucketPadding:
 
 
 def place_in_buckets(parameters: Sequence[Parameter], sizes: Sequence[int]) -> list[Slot] | None:
-    """Where the parameters of a buffer lie, whose buckets have these sizes without what pads their ends.
+    """Return where the parameters of a buffer lie, whose buckets have these sizes without what pads their ends.
 
     parameters: as registered. None where they do not fill the buckets.
     """
@@ -313,7 +313,7 @@ def place_in_joined_buckets(parameters: Sequence[Parameter], total: int, bucket_
 def fill_buckets(
     parameters: Sequence[Parameter], bucket_size: int | None, padding: BucketPadding
 ) -> tuple[list[Slot], list[int]]:
-    """Where upstream puts the parameters of a buffer, and the sizes of its buckets without what pads their ends.
+    """Return where upstream puts the parameters of a buffer, and the sizes of its buckets without what pads their ends.
 
     parameters: as registered. bucket_size: from which number of elements on a bucket is closed; None for never.
     """
@@ -383,7 +383,7 @@ class ModelOutline:
         return found
 
     def _list_copies(self) -> list[str]:
-        """What the last pipeline stage calls its copies of the first stage's table."""
+        """Return what the last pipeline stage calls its copies of the first stage's table."""
         if self.layout.pp == 1:
             return []
         predicts = any(name.startswith("mtp.") for name in self.shapes)
@@ -392,15 +392,15 @@ class ModelOutline:
 
     @staticmethod
     def is_expert(name: str) -> bool:
-        """Whether this is a stack of experts."""
+        """Return whether this is a stack of experts."""
         return ".mlp.experts." in name
 
     def ranks_of(self, name: str) -> int:
-        """How many ranks share the tensor, or each expert in it."""
+        """Return how many ranks share the tensor, or each expert in it."""
         return self.layout.etp if self.is_expert(name) and self.layout.ep > 1 else self.layout.tp
 
     def cut_of(self, name: str) -> Cut:
-        """How they share it."""
+        """Return how they share it."""
         return find_cut(name, self.args)
 
     def _parameters_of(self, name: str, shape: tuple[int, ...]) -> list[Parameter]:
@@ -419,7 +419,7 @@ class ModelOutline:
         *,
         experts: bool | None,
     ) -> dict[tuple[int, int], list[tuple[Parameter, Slot]]] | None:
-        """Which parameters each (stage, chunk) has, and where they lie in its buffer; None where that cannot be.
+        """Return which parameters each (stage, chunk) has, and where they lie in its buffer; None where that cannot be.
 
         place: finds slots for a stage, a chunk and its parameters as registered. Layers are dealt out in order; how
         many each chunk has follows from the size of its buffer.

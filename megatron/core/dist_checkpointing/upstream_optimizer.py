@@ -69,7 +69,7 @@ class FlatBuffer:
     sizes: list[int] = field(default_factory=list)
     """Elements of each bucket, without what pads its end."""
     is_joined: bool = False
-    """Whether its buckets were put one behind the other, so that `sizes` is one number for all of them."""
+    """True if its buckets were put one behind the other, so that `sizes` is one number for all of them."""
     kinds: dict[str, Read] = field(default_factory=dict)
     """`param`, `exp_avg`, ...: how to read it."""
 
@@ -98,7 +98,7 @@ def read_flat_buffers(reader: BoxReader) -> dict[int, Buffers]:
 
 
 def _read_buffers(reader: BoxReader, keys: list[str]) -> list[FlatBuffer]:
-    """Those of one model-parallel rank."""
+    """Read the buffers of one model-parallel rank."""
     whole = next((key for key in keys if ".param_state/" in key), None)
     if whole is not None:
         return parse_joined_buffers(reader.read_object(whole), f"{reader.directory} ({whole})")
@@ -222,7 +222,7 @@ def read_flat_shard(reader: BoxReader, key: str, parameter: str, layer: int | No
 
 @dataclass(frozen=True)
 class _Shard:
-    """Where a shard of a parameter lies."""
+    """Place of a shard of a parameter."""
 
     buffer: FlatBuffer
     slot: Slot
@@ -390,7 +390,7 @@ class FlatOptimizerState:
 
 
 def _is_rounded(main: Tensor, weight: Tensor, is_coarse: bool) -> bool:
-    """Whether a weight is its main parameter, rounded to its number format."""
+    """Return whether a weight is its main parameter, rounded to its number format."""
     if is_coarse:
         # Weights of 8 bits: 3 bits behind the binary point, with scales of their own.
         return bool(((main - weight).abs() <= 0.07 * weight.abs().max()).all())

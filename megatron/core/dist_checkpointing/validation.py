@@ -50,7 +50,8 @@ def saved_shape(key: str, metadata: Metadata) -> tuple[int, ...]:
 
 
 def fits(tensor: ShardedTensor, shape: tuple[int, ...], saved_valid_rows: int | None) -> bool:
-    """Whether a saved tensor of this shape can be loaded: the same shape, or the same rows with other padding."""
+    """Return whether a saved tensor of this shape can be loaded: the same shape, or the same rows with other
+    padding."""
     # Rows of padding are neither compared nor loaded: the vocabulary may have been padded for another tensor-parallel
     # size.
     if shape == tensor.global_shape:
@@ -62,7 +63,8 @@ def fits(tensor: ShardedTensor, shape: tuple[int, ...], saved_valid_rows: int | 
 
 @dataclass(frozen=True)
 class WantedTensors:
-    """What one process asks a checkpoint for, and what it cannot have. Travels to the process that judges for all."""
+    """Tensors that one process asks a checkpoint for, and those that it cannot have. Travels to the process that judges
+    for all."""
 
     keys: frozenset[str]
     """Under which its tensors are looked for, main parameters' second choice included."""
@@ -76,7 +78,7 @@ class WantedTensors:
 
 @dataclass(frozen=True)
 class KeyReport:
-    """How the tensors of a model, on all processes together, differ from those of a checkpoint."""
+    """Differences between the tensors of a model, on all processes together, and those of a checkpoint."""
 
     lacking: tuple[str, ...]
     """Tensors that only the model has (upstream calls them unexpected): `key (shape)`. The optimizer state of such a
@@ -88,7 +90,7 @@ class KeyReport:
 def list_wanted(
     tensors: Iterable[ShardedTensor], metadata: Metadata, valid_rows: Mapping[str, int]
 ) -> tuple[WantedTensors, dict[str, str]]:
-    """What a process asks for, and for each tensor that can be loaded the key to load it from.
+    """Return what a process asks for, and for each tensor that can be loaded the key to load it from.
 
     valid_rows: rows without padding of the saved tensors that are padded, by key.
     """
@@ -115,7 +117,8 @@ def list_wanted(
 
 
 def _advise_rows(tensor: ShardedTensor, shape: tuple[int, ...], saved_valid_rows: int | None) -> str:
-    """How a vocabulary that fits into the checkpoint's rows is told to use them all; nothing for other tensors."""
+    """Return how a vocabulary that fits into the checkpoint's rows is told to use them all; nothing for other
+    tensors."""
     rows = saved_valid_rows or shape[0] if shape else 0
     if tensor.valid_rows is None or tensor.valid_rows >= rows or shape[1:] != tensor.global_shape[1:]:
         return ""
@@ -125,7 +128,7 @@ def _advise_rows(tensor: ShardedTensor, shape: tuple[int, ...], saved_valid_rows
 def judge_wanted(
     wanted: Iterable[WantedTensors], metadata: Metadata, *, may_lack: bool, may_have_more: bool
 ) -> KeyReport:
-    """How the model of all processes and the checkpoint differ, where that is tolerated.
+    """Return how the model of all processes and the checkpoint differ, where that is tolerated.
 
     may_lack: parameters and optimizer state that the checkpoint lacks keep their values, as long as it has any
     parameter of the model. may_have_more: parameters that the model lacks are left out. Raises ModelMismatchError that
@@ -198,7 +201,8 @@ def _shape_text(shape: tuple[int, ...], valid_rows: int | None) -> str:
 
 
 def _overlap(chunks: list[ChunkStorageMetadata]) -> bool:
-    """Whether two of the boxes share an element. Sorted by start along dimension 0, only neighbours need a look."""
+    """Return whether two of the boxes share an element. Sorted by start along dimension 0, only neighbours need a
+    look."""
     ordered = sorted(chunks, key=lambda chunk: tuple(chunk.offsets))
     for position, first in enumerate(ordered):
         for second in ordered[position + 1 :]:

@@ -27,7 +27,8 @@ Look = Callable[[Verify], FoundCheckpoint | None]
 
 
 def find_together(look: Look, group: Group) -> FoundCheckpoint | None:
-    """What `look` finds on the first member of `group`; every member calls this and gets the same result or error."""
+    """Return what `look` finds on the first member of `group`; every member calls this and gets the same result or
+    error."""
     if group.size() == 1:
         return look(verify_files)
     if group.rank() > 0:
@@ -60,7 +61,7 @@ def find_together(look: Look, group: Group) -> FoundCheckpoint | None:
 
 
 def _announce(task: tuple[Path, Manifest] | None, group: Group) -> tuple[Path, Manifest] | None:
-    """What the first member tells the others to read; None when there is nothing more."""
+    """Return what the first member tells the others to read; None when there is nothing more."""
     return broadcast_object(task, group)
 
 

@@ -42,7 +42,7 @@ _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 
 @dataclass(frozen=True)
 class _Order:
-    """What the process is to write."""
+    """Order to the process: what it is to write."""
 
     directory: Path
     share: SavePlan
@@ -133,7 +133,7 @@ class WriterProcess:
 
 
 def _set_disk_class(pid: int, disk_class: int) -> None:
-    """What `ionice -c` does; nothing on a system that has no such call, or does not allow it."""
+    """Do what `ionice -c` does; nothing on a system that has no such call, or does not allow it."""
     number = _IOPRIO_SET.get(platform.machine()) if sys.platform == "linux" else None
     if number is not None:
         # 1: the id is a process's. Within best effort, 4 is the middle of its levels.

@@ -26,7 +26,7 @@ SMALLEST = 16
 
 
 class Inputs(NamedTuple):
-    """What linear attention reads, or gradients of that: see `linear_attention.attend`."""
+    """Inputs of linear attention, or gradients of them: see `linear_attention.attend`."""
 
     query: Tensor
     key: Tensor
@@ -88,7 +88,7 @@ class Chunks:
         self._left, self._kept = self._spread(self._leaving), self._spread(self._keep)
 
     def _spread(self, x: Tensor) -> Tensor:
-        """What heads share, once for each, without gaps, as kernels want it."""
+        """Return what heads share, once for each, without gaps, as kernels want it."""
         return x.expand(*self._value.shape[:4], *x.shape[4:]).contiguous()
 
     def _pass(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -113,7 +113,7 @@ def _list_stretches(x: Tensor) -> Sequence[tuple[int, int]]:
 
 
 def _list_reads(x: Tensor, before: Tensor, documents: Tensor | None, start: int, stop: int, width: int) -> list[Tensor]:
-    """What each weight of the filters is multiplied by, [stop - start, b, c], for tokens start..stop."""
+    """Return what each weight of the filters is multiplied by, [stop - start, b, c], for tokens start..stop."""
     first = start - (width - 1)
     window = x[first:stop] if first >= 0 else torch.cat([before[start:], x[:stop]])
     window, tokens = at_least_float32(window), stop - start
@@ -126,7 +126,7 @@ def _list_reads(x: Tensor, before: Tensor, documents: Tensor | None, start: int,
 
 
 def _find_same(documents: Tensor, start: int, stop: int, tap: int, width: int) -> Tensor:
-    """Whether the token that a weight reads is of the reader's document, [stop - start, b, 1]."""
+    """Return whether the token that a weight reads is of the reader's document, [stop - start, b, 1]."""
     own = documents[:, start + width - 1 : stop + width - 1]
     return (documents[:, start + tap : stop + tap] == own).t()[..., None]
 

@@ -31,7 +31,7 @@ _LOWEST = -1000.0
 
 
 class DocumentCells:
-    """Which tokens of chunks belong together.
+    """Membership of tokens in documents, chunk by chunk.
 
     numbers: of each token's document, int [b or 1, tokens], whole chunks; before: of the token before them, [b or 1].
     """
@@ -47,7 +47,7 @@ class DocumentCells:
         self.leaves = divided == last[..., None]
         """True for tokens of the document in which it ends."""
         self.stays = entering == last
-        """Whether that is one, [n, b, 1, 1]."""
+        """True if that is one, [n, b, 1, 1]."""
 
 
 class Decay(ABC):

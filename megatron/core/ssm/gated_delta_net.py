@@ -101,7 +101,7 @@ class GatedDeltaNet(StateMixer):
         return ((self.out_norm(output) * gate).to(output.dtype).flatten(-2),)
 
     def open_gate(self, z: Tensor) -> Tensor:
-        """What the normalised output is multiplied by."""
+        """Return what the normalised output is multiplied by."""
         return F.silu(z)
 
 

@@ -120,7 +120,7 @@ class StateMixer(MegatronModule):
 
     @property
     def has_projection_bias(self) -> bool:
-        """Whether the two projections have biases."""
+        """True if the two projections have biases."""
         return False
 
     @abstractmethod

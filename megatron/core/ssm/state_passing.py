@@ -76,5 +76,5 @@ def pass_states_backward(
 
 
 def _fits(state: Tensor) -> bool:
-    """Whether kernels take keys of so many channels: a state has to stay in registers."""
+    """Return whether kernels take keys of so many channels: a state has to stay in registers."""
     return state.shape[-2] <= 128

@@ -54,7 +54,7 @@ def flatten_batch_for_packed_sequences(batch: Mapping[str, Tensor]) -> tuple[dic
 
 
 class CurrentBatchSize:
-    """What the functions below tell: upstream keeps one calculator per process, and so do these facades. Our own
+    """State behind the functions below: upstream keeps one calculator per process, and so do these facades. Our own
     programs hand a NumMicrobatchesCalculator to whoever needs it."""
 
     calculator: ClassVar[NumMicrobatchesCalculator | None] = None

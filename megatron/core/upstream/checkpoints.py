@@ -103,7 +103,7 @@ class FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy):
 
 
 class StrictHandling(enum.Enum):
-    """What load() does with what a checkpoint holds beyond what was asked for; the values are those of `strict`."""
+    """Treatment of keys that a checkpoint holds beyond those asked for; the values are those of `strict`."""
 
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
     LOG_UNEXPECTED = "log_unexpected"

@@ -14,7 +14,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ExperimentalFeatures:
-    """Whether functions that upstream calls experimental may be used. One switch per process, as upstream has it."""
+    """Switch for functions that upstream calls experimental. One switch per process, as upstream has it."""
 
     enabled: ClassVar[bool] = False
 
@@ -25,7 +25,7 @@ def set_experimental_flag(flag: bool) -> None:
 
 
 def is_experimental_enabled() -> bool:
-    """Whether they are allowed."""
+    """Return whether they are allowed."""
     return ExperimentalFeatures.enabled
 
 

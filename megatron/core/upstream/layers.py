@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.errors import ConfigError
-from megatron.core.plan.own_stage import find_own_stage
+from megatron.core.pipeline_parallel.own_stage import find_own_stage
 from megatron.core.plan.stages import build_pipeline_layout, build_virtual_stages, parse_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.routing import choose_experts
@@ -23,7 +23,7 @@ def layers_of(config: TransformerConfig, vp_stage: int | None = None, pp_rank: i
 
 
 def get_num_layers_to_build(config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
-    """How many layers a pipeline stage has, or a chunk of it."""
+    """Return how many layers a pipeline stage has, or a chunk of it."""
     return len(layers_of(config, vp_stage, pp_rank))
 
 
@@ -35,7 +35,7 @@ def get_transformer_layer_offset(
 
 
 def get_mtp_ranks(pp_ranks: list[int], config: TransformerConfig) -> list[int]:
-    """Which of a pipeline's ranks, given in the order of its stages, hold layers of multi-token prediction."""
+    """Return which of a pipeline's ranks, given in the order of its stages, hold layers of multi-token prediction."""
     if config.mtp_num_layers is None:
         return []
     shape = build_virtual_stages(config)
@@ -49,8 +49,9 @@ def mtp_on_this_rank(
     ignore_virtual: bool = True,
     vp_stage: int | None = None,
 ) -> bool:
-    """Whether this process holds layers of multi-token prediction. layout: --pipeline-model-parallel-layout; they are
-    on the last stage when None. ignore_virtual: ask of all chunks of the process, else of its chunk vp_stage."""
+    """Return whether this process holds layers of multi-token prediction. layout: --pipeline-model-parallel-layout;
+    they are on the last stage when None. ignore_virtual: ask of all chunks of the process, else of its chunk
+    vp_stage."""
     if not mtp_num_layers:
         return False
     groups = ProcessGroupCollection.current()
@@ -64,7 +65,8 @@ def mtp_on_this_rank(
 def is_layer_window_attention(
     window_size: tuple[int, int] | None, window_attn_skip_freq: int | list[int] | None, layer_number: int
 ) -> bool:
-    """Whether a layer, counted from 1, has a sliding window: all without a frequency, else all but every n-th."""
+    """Return whether a layer, counted from 1, has a sliding window: all without a frequency, else all but every
+    n-th."""
     if not window_size:
         return False
     if window_attn_skip_freq is None:
@@ -117,7 +119,7 @@ def topk_routing_with_score_function(
 
 
 class VocabUtility:
-    """Which rows of the vocabulary a tensor-parallel rank has: [first, last)."""
+    """Rows of the vocabulary that a tensor-parallel rank has: [first, last)."""
 
     @staticmethod
     def vocab_range_from_per_partition_vocab_size(

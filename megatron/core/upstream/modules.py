@@ -121,7 +121,8 @@ def get_submodules(spec: ModuleSpec | type) -> Any:
 
 
 def _get_main_grad_attr(param: Tensor) -> str:
-    """Where a parameter's gradient is: in the flat buffers of DistributedDataParallel, or where autograd leaves it."""
+    """Return where a parameter's gradient is: in the flat buffers of DistributedDataParallel, or where autograd leaves
+    it."""
     return "main_grad" if hasattr(param, "main_grad") else "grad"
 
 

@@ -18,7 +18,7 @@ AdamOptimizerConfig = SGDOptimizerConfig = OptimizerConfig
 Adam = CPUAdam = torch.optim.Adam
 """Replaced by programs around the making of an optimizer. Nothing reads them: rules are update_rules.py."""
 param_group_identifier_keys = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-"""What tells upstream's groups of parameters apart."""
+"""Keys that tell upstream's groups of parameters apart."""
 SEPARATE_GRAD_NORM_GROUPS: tuple[str, ...] = ()
 """Groups of parameters whose gradient norms are logged apart: none."""
 

@@ -13,12 +13,12 @@ from megatron.core.process_groups_config import Group, ProcessGroupCollection
 
 
 def is_vp_first_stage(vp_stage: int | None, vp_size: int | None) -> bool:
-    """Whether a chunk is the first of its process; None counts as the only one."""
+    """Return whether a chunk is the first of its process; None counts as the only one."""
     return vp_size is None or vp_size == 1 or vp_stage in (None, 0)
 
 
 def is_vp_last_stage(vp_stage: int | None, vp_size: int | None) -> bool:
-    """Whether a chunk is the last of its process; None counts as the only one."""
+    """Return whether a chunk is the last of its process; None counts as the only one."""
     return vp_size is None or vp_size == 1 or vp_stage in (None, vp_size - 1)
 
 
@@ -45,8 +45,8 @@ def get_tensor_shapes(
     tp_group: Group | None = None,
     cp_group: Group | None = None,
 ) -> list[tuple[int, ...]]:
-    """What stages hand on, [(s, b, h)] of this rank's tokens; [()] where lengths vary. decoder_seq_length: in place of
-    seq_length."""
+    """Return what stages hand on, [(s, b, h)] of this rank's tokens; [()] where lengths vary. decoder_seq_length: in
+    place of seq_length."""
     if getattr(config, "variable_seq_lengths", False):
         return [()]
     groups = ProcessGroupCollection.current() if tp_group is None or cp_group is None else None

@@ -37,7 +37,7 @@ _batched_p2p_ops = None
 
 
 def is_torch_min_version(version: str, check_equality: bool = True) -> bool:
-    """Whether torch is at least of this version; check_equality: that version itself counts."""
+    """Return whether torch is at least of this version; check_equality: that version itself counts."""
     return _is_at_least(torch.__version__, version, check_equality)
 
 
@@ -115,7 +115,7 @@ def jit_fuser(func: Callable[..., T]) -> Callable[..., T]:
 
 
 def has_config_logger_enabled(config: Any) -> bool:
-    """Whether `config.config_logger_dir` is set; False where there is no such field."""
+    """Return whether `config.config_logger_dir` is set; False where there is no such field."""
     return bool(getattr(config, "config_logger_dir", ""))
 
 
@@ -220,8 +220,8 @@ class RankGenerator:
 
 
 def check_param_hashes_across_dp_replicas(model: Iterable[nn.Module], cross_check: bool = False) -> bool:
-    """Whether this process's parameters are those of its first replica, bit for bit. cross_check: whether all replicas'
-    are; every process then gets the same answer."""
+    """Return whether this process's parameters are those of its first replica, bit for bit. cross_check: whether all
+    replicas' are; every process then gets the same answer."""
     groups = ProcessGroupCollection.current()
     hashes: dict[bool, dict[str, str]] = {False: {}, True: {}}
     for index, chunk in enumerate(model):

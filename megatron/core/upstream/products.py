@@ -68,7 +68,7 @@ def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Any) -> Non
 
 
 def param_is_not_tensor_parallel_duplicate(param: Any, tp_group: Group | None = None) -> bool:
-    """Whether this process's copy counts: a divided tensor's always, a whole one's on the first rank."""
+    """Return whether this process's copy counts: a divided tensor's always, a whole one's on the first rank."""
     group = tp_group if tp_group is not None else ProcessGroupCollection.current().tp
     return bool(getattr(param, "tensor_model_parallel", False)) or group.rank() == 0
 

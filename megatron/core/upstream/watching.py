@@ -45,7 +45,7 @@ class StragglerDetector:
 
 
 class RerunMode(enum.Enum):
-    """How a machine checks results: not by computing them again."""
+    """Ways in which a machine checks results: not by computing them again."""
 
     DISABLED = "disabled"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the settings of a checkpoint differ from those of this run, in the words of the command line.
+"""Differences between the settings of a checkpoint and those of this run, in the words of the command line.
 
 What a difference means is said by the field's kind (megatron/core/setting.py). Shapes are compared tensor by tensor
 when weights are loaded; which function the weights are for stands nowhere but in the settings.
@@ -43,7 +43,7 @@ class Change:
 
     @property
     def is_flag(self) -> bool:
-        """Whether a user can write it."""
+        """True if a user can write it."""
         return self.setting.name.startswith("--")
 
 

@@ -91,7 +91,7 @@ def _are_words(values: Any, count: int) -> bool:
 
 
 def _is_python_state(value: Any) -> bool:
-    """What `random.getstate()` returned, with the position behind the words."""
+    """Return whether this is what `random.getstate()` returned, with the position behind the words."""
     if not isinstance(value, list) or len(value) != 3:
         return False
     version, internal, gauss_next = value
@@ -100,7 +100,7 @@ def _is_python_state(value: Any) -> bool:
 
 
 def _is_numpy_state(value: Any) -> bool:
-    """What `numpy.random.get_state()` returned."""
+    """Return whether this is what `numpy.random.get_state()` returned."""
     if not isinstance(value, list) or len(value) != 5:
         return False
     name, keys, position, has_gauss, cached = value

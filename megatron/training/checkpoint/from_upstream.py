@@ -35,8 +35,8 @@ _COMPARED = (bool, int, float, str)
 
 
 def read_common(path: Path, *, with_optimizer: bool) -> CommonState:
-    """What a torch_dist checkpoint says beside its tensors. Raises CheckpointError, also where the optimizer state is
-    wanted and cannot be read."""
+    """Return what a torch_dist checkpoint says beside its tensors. Raises CheckpointError, also where the optimizer
+    state is wanted and cannot be read."""
     metadata = read_metadata(path / METADATA_NAME)
     common = read_common_state(path, metadata)
     reason = explain_unusable_optimizer(metadata) if with_optimizer else None
@@ -65,7 +65,7 @@ def check_optimizer(common: CommonState, path: Path) -> None:
 
 
 def build_optimizer_state(common: CommonState) -> dict[str, Any]:
-    """What is no tensor, as `optimizer.load_numbers` takes it."""
+    """Return what is no tensor, as `optimizer.load_numbers` takes it."""
     return {"step_count": common.step_count, "optimizer": common.args.get("optimizer", "adam")}
 
 
@@ -93,7 +93,8 @@ def restore(run: Run, path: Path, common: CommonState, *, with_optimizer: bool, 
 
 
 def find_upstream_changes(common: CommonState, config: RunConfig) -> list[Change]:
-    """How the model of this run differs from upstream's, in the flags of the same name that both give a value."""
+    """Return how the model of this run differs from upstream's, in the flags of the same name that both give a
+    value."""
     saved = config.to_dict()
     for group, config_class in group_classes().items():
         for name, setting in get_settings(config_class).items():

@@ -61,7 +61,7 @@ def save_locally(run: Run, tensors: ShardedStateDict, documents: Mapping[str, An
 
 
 def find_copying(settings: CheckpointConfig) -> Copying | None:
-    """Which ranks keep copies of each other's parts; None without --replication."""
+    """Return which ranks keep copies of each other's parts; None without --replication."""
     if not settings.replication or not settings.saves_locally:
         return None
     assert settings.replication_jump is not None

@@ -38,7 +38,7 @@ def build_sharded_rng_state(rank: int) -> ShardedStateDict:
 
 
 def build_rng_document(group: Group, layout: Mapping[str, int]) -> dict[str, Any]:
-    """What is not a tensor: one entry for each rank, and the sizes of the parallel axes."""
+    """Return what is not a tensor: one entry for each rank, and the sizes of the parallel axes."""
     # Both generators have states of a few thousand numbers: small enough for JSON, which can be looked at.
     version, internal, gauss_next = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]

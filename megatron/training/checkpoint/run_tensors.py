@@ -75,8 +75,8 @@ def _list_fp8_state(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Sharded
 
 
 def select_tensors(run: Run, *, with_optimizer: bool) -> ShardedStateDict:
-    """What to load, but for random-number states: with the optimizer's state, or with the main parameters of it, or the
-    parameters alone."""
+    """Return what to load, but for random-number states: with the optimizer's state, or with the main parameters of it,
+    or the parameters alone."""
     if with_optimizer:
         state = build_sharded_model_state(run) | build_sharded_optimizer_state(run)
         return state | build_sharded_fp8_state(run)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run saves, and how it continues: weights, optimizer, schedule, random numbers, and how far it is.
+"""Saving of a run, and its continuation: weights, optimizer, schedule, random numbers, and how far it is.
 
     iter_0000010/
       tensors         <parameter>, optimizer.state.exp_avg.<parameter>, ..., rng_state.<rank>.<generator>
@@ -224,7 +224,7 @@ def _restore_newest_good(run: Run, look: Look, *, weights_only: bool) -> bool:
 
 
 def _say_what_was_passed_over(run: Run, found: FoundCheckpoint) -> None:
-    """Why this checkpoint and no other one is loaded, where that may surprise."""
+    """Say why this checkpoint and no other one is loaded, where that may surprise."""
     if found.skipped:
         warn_once(run.groups.world, f"loading {found.path}, because {'; '.join(found.skipped)}")
 
@@ -360,7 +360,7 @@ def _restore_upstream(
 
 
 def _is_good(path: Path) -> bool:
-    """Whether a checkpoint can be loaded; a warning where not."""
+    """Return whether a checkpoint can be loaded; a warning where not."""
     try:
         return find_checkpoint(path) is not None
     except CheckpointError as error:
@@ -461,7 +461,8 @@ def _restore_foreign(run: Run, directory: Path) -> None:
 
 
 def _compare_settings(run: Run, found: FoundCheckpoint) -> list[Change]:
-    """How this run's settings differ from the checkpoint's; nothing, with a warning, where those cannot be read."""
+    """Return how this run's settings differ from the checkpoint's; nothing, with a warning, where those cannot be
+    read."""
     try:
         return find_changes(serialization.read_document(found.path, CONFIG), run.config)
     except (ConfigError, TypeError, AttributeError) as error:

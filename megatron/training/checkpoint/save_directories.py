@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run's checkpoints go: the directories are made, locked and tidied before training begins."""
+"""Directories of a run's checkpoints: the directories are made, locked and tidied before training begins."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from megatron.training.run import Progress
 
 
 def find_non_persistent_directory(settings: CheckpointConfig, root: str) -> Path:
-    """Where the checkpoints go of which only the newest stays, for --save `root`."""
+    """Return where the checkpoints go of which only the newest stays, for --save `root`."""
     return find_local_directory(settings, root) if settings.saves_locally else find_global_directory(settings, root)
 
 
 def find_global_directory(settings: CheckpointConfig, root: str) -> Path:
-    """Where those lie that all ranks share, for --save or --load `root`."""
+    """Return where those lie that all ranks share, for --save or --load `root`."""
     given = settings.non_persistent_global_ckpt_dir
     return Path(root) / non_persistent.DIRECTORY_NAME if given is None else Path(given)
 
 
 def find_local_directory(settings: CheckpointConfig, root: str) -> Path:
-    """Where those lie that each rank has on its node, for --save or --load `root`; one for each --save, because runs
-    share a node's disk."""
+    """Return where those lie that each rank has on its node, for --save or --load `root`; one for each --save, because
+    runs share a node's disk."""
     assert settings.non_persistent_local_ckpt_dir is not None
     real = os.path.realpath(root)
     name = f"{os.path.basename(real)}-{zlib.crc32(os.fsencode(real)):08x}"
@@ -49,7 +49,7 @@ def find_local_directory(settings: CheckpointConfig, root: str) -> Path:
 
 
 def list_non_persistent_directories(settings: CheckpointConfig, root: str) -> set[Path]:
-    """Where such checkpoints of --load `root` may lie."""
+    """Return where such checkpoints of --load `root` may lie."""
     is_local = settings.non_persistent_local_ckpt_dir is not None
     return {find_global_directory(settings, root), *([find_local_directory(settings, root)] if is_local else [])}
 

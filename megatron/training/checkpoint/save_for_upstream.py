@@ -153,7 +153,7 @@ def _save_files(run: Run, write: Callable[[Path], Callable[[Path], Mapping[str, 
 
 
 def _is_divided(run: Run) -> bool:
-    """Whether upstream's run with these settings has its distributed optimizer."""
+    """Return whether upstream's run with these settings has its distributed optimizer."""
     return run.config.ddp.use_distributed_optimizer and not run.config.ddp.use_torch_fsdp2
 
 
@@ -162,7 +162,7 @@ def _list_trained(run: Run) -> set[str]:
 
 
 def _build_objects(run: Run, sharding: str | None) -> dict[str, Any]:
-    """What upstream keeps as objects, by key, as far as this rank has it."""
+    """Return what upstream keeps as objects, by key, as far as this rank has it."""
     groups, settings = run.groups, run.config.checkpoint
     grid, rank = groups.grid, groups.world.rank()
     objects: dict[str, Any] = {
@@ -192,7 +192,8 @@ class _FlatPlan(NamedTuple):
     ranks: list[FlatRank]
     """One for each optimizer."""
     places: list[tuple[_Held, FlatBufferShare, list[Parameter]]]
-    """What this process has, its buffer, and the parameters that it is there: of a stack of experts each by itself."""
+    """Tensors that this process has, each with its buffer, and the parameters that it holds there: of a stack of
+    experts each by itself."""
 
 
 def _build_flat_ranks(run: Run) -> list[FlatRank]:
@@ -283,7 +284,8 @@ def _list_parameters(run: Run, entry: _Held) -> list[Parameter]:
 def _find_misplaced(
     run: Run, plan: _FlatPlan, sizes: Mapping[str, list[list[int]]], shapes: Mapping[str, tuple[int, ...]]
 ) -> str | None:
-    """What a reader, who knows nothing but the sizes of all ranks' buckets, would not find where this rank has it.
+    """Return what a reader, who knows nothing but the sizes of all ranks' buckets, would not find where this rank has
+    it.
 
     sizes: by prefix, of each model chunk. shapes: of all parameters.
     """
@@ -346,7 +348,7 @@ def _list_chunks(run: Run, *, keep: bool) -> list[list[RankTensor]]:
 
 
 class _Held(NamedTuple):
-    """What this process has of a parameter and its state: all of a shard, or flat slices of it."""
+    """Part of a parameter and its state that this process has: all of a shard, or flat slices of it."""
 
     chunk: int
     local_name: str
@@ -372,7 +374,7 @@ def _list_held(run: Run, *, with_state: bool) -> Iterator[_Held]:
 
 
 def _complete(run: Run, held: list[_Held]) -> dict[bool, _Completion]:
-    """What puts divided parameters together: those of experts (True), and the others."""
+    """Return what puts divided parameters together: those of experts (True), and the others."""
     return {
         of_experts: _Completion(
             run.groups.get_replicas(of_experts), [entry for entry in held if entry.placement.is_expert == of_experts]

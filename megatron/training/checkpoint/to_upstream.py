@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What upstream saves beside its tensors, of a run of ours: settings, progress, schedule, random numbers.
+"""State that upstream saves beside its tensors, of a run of ours: settings, progress, schedule, random numbers.
 
 from_upstream.py is the other direction.
 """
@@ -88,7 +88,7 @@ def _upstream_value(name: str, value: Any) -> Any:
 
 
 def build_common(run: Run) -> dict[str, Any]:
-    """What both formats hold, but for the optimizer's state and random numbers."""
+    """Return what both formats hold, but for the optimizer's state and random numbers."""
     flops = (run.flops_per_token or 0.0) * run.seq_length * run.progress.consumed_train_samples
     common: dict[str, Any] = {
         "args": build_args(run.config, run.progress, run.recipe.padded_vocab_size),
@@ -102,7 +102,7 @@ def build_common(run: Run) -> dict[str, Any]:
 
 
 class _GroupKey(NamedTuple):
-    """What tells groups apart. --decoupled-lr concerns embedding and output layer, which have weight decay."""
+    """Key that tells groups apart. --decoupled-lr concerns embedding and output layer, which have weight decay."""
 
     is_expert: bool
     is_decoupled: bool
@@ -158,7 +158,8 @@ def build_param_groups(run: Run) -> list[dict[str, Any]]:
 
 
 def build_common_optimizer(run: Run, sharding: str | None) -> dict[Any, Any]:
-    """What upstream's torch_dist has of the optimizer beside its tensors; twice where experts have one of their own.
+    """Return what upstream's torch_dist has of the optimizer beside its tensors; twice where experts have one of their
+    own.
 
     sharding: how its distributed optimizer saves; None without it.
     """
@@ -190,12 +191,13 @@ def _build_divided_part(run: Run, groups: list[dict[str, Any]]) -> dict[str, Any
 
 
 def build_divided_optimizers(run: Run) -> list[dict[str, Any]]:
-    """What the distributed optimizer of a model-parallel rank has beside its flat buffers; of experts comes second."""
+    """Return what the distributed optimizer of a model-parallel rank has beside its flat buffers; of experts comes
+    second."""
     return [_build_divided_part(run, part) for part in _list_parts(run)]
 
 
 def build_content_metadata(sharding: str | None) -> dict[str, Any]:
-    """How upstream is to understand the optimizer's tensors; sharding as in `build_common_optimizer`."""
+    """Return how upstream is to understand the optimizer's tensors; sharding as in `build_common_optimizer`."""
     kind: dict[str, Any] = {} if sharding is None else {"distrib_optim_sharding_type": sharding}
     if sharding == FULLY_RESHARDABLE:
         kind["distrib_optim_fully_reshardable_mem_efficient"] = False
@@ -203,7 +205,7 @@ def build_content_metadata(sharding: str | None) -> dict[str, Any]:
 
 
 def is_mixed(run: Run) -> bool:
-    """Whether upstream's optimizer keeps main parameters beside those of the model."""
+    """Return whether upstream's optimizer keeps main parameters beside those of the model."""
     return run.config.model.bf16 or run.config.model.fp16
 
 

@@ -40,7 +40,7 @@ _ABOUT_EXPERTS = ("num_moe_experts", "moe_", "ffn_hidden_size", "use_fused_weigh
 
 
 def begins(run: Run, changes: Sequence[Change], source: Path) -> bool:
-    """Whether a checkpoint whose settings differ so is of a dense model, of which this run is to make experts.
+    """Return whether a checkpoint whose settings differ so is of a dense model, of which this run is to make experts.
 
     Raises CheckpointError where the run has begun before, and would begin once more.
     """
@@ -111,7 +111,7 @@ def load_as_dense(run: Run, tensors: ShardedStateDict) -> Iterator[ShardedStateD
 
 
 def keeps_function(config: TransformerConfig) -> bool:
-    """Whether the mixture of experts computes at first what the dense model did, but for rounding."""
+    """Return whether the mixture of experts computes at first what the dense model did, but for rounding."""
     function, alone = config.moe_router_score_function, config.moe_router_topk == 1
     adds_up = not config.moe_router_pre_softmax if function == "softmax" else not alone
     adds_up &= "sinkhorn" not in config.moe_router_load_balancing_type and not config.drops_tokens
@@ -119,7 +119,7 @@ def keeps_function(config: TransformerConfig) -> bool:
 
 
 def _sum_weights(config: TransformerConfig) -> float:
-    """What the weights of a token's experts add up to, where all logits are alike."""
+    """Return what the weights of a token's experts add up to, where all logits are alike."""
     assert config.num_moe_experts is not None
     logits = torch.zeros(1, config.num_moe_experts, dtype=torch.float64)
     if "sinkhorn" in config.moe_router_load_balancing_type:

@@ -76,7 +76,7 @@ def bad_numbers_can_be_left(run: RunGroups) -> Iterator[str]:
 
 
 def run_is_described(run: RunGroups) -> Iterator[str]:
-    """What every training run must say, and nothing can be guessed for."""
+    """Check for what every training run must say, and nothing can be guessed for."""
     if run.data.seq_length is None:
         yield "--seq-length is missing; give the tokens per sequence, for example --seq-length 1024"
     if run.optimizer.lr is None:
@@ -116,7 +116,7 @@ def batch_is_divisible(run: RunGroups) -> Iterator[str]:
 
 
 def evaluation_batch_is_divisible(run: RunGroups) -> Iterator[str]:
-    """Where evaluation has batches of its own, they divide like those of training."""
+    """Check that evaluation's batches, where it has its own, divide like those of training."""
     evaluation, training = run.validation, run.training
     batch, micro_batch = evaluation.eval_global_batch_size, evaluation.eval_micro_batch_size
     is_trainings = (batch, micro_batch) == (training.global_batch_size, training.micro_batch_size)
@@ -352,7 +352,7 @@ LOOP_RELATIONS = (
     run_is_described, training_has_documents, there_is_a_step, warmup_ends_before_the_decay, warmup_rises,
     final_decay_has_a_length,
 )  # fmt: skip
-"""Those that only our own loop needs: a program with a loop of its own need not say how long it trains."""
+"""Relations that only our own loop needs: a program with a loop of its own need not say how long it trains."""
 RELATIONS = (
     run_is_described, training_has_documents, batch_is_divisible, evaluation_batch_is_divisible,
     growing_batch_is_possible, units_agree, there_is_a_step, warmup_ends_before_the_decay, warmup_rises,

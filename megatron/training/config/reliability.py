@@ -17,10 +17,10 @@ class FaultKind:
     """One kind of --simulate-fault."""
 
     value: str
-    """What the third value is, in words; empty where there is none."""
+    """Meaning of the third value, in words; empty where there is none."""
     needs_value: bool
     pattern: str
-    """What it must match."""
+    """Pattern that it must match."""
 
 
 _NUMBER = r"[0-9]+(\.[0-9]+)?"
@@ -171,8 +171,8 @@ class ReliabilityConfig(CheckedConfig):
     """Count the time to the fault from the start of this iteration, counted from 1."""
     fault_injector_mtti_seconds: float | None = flag(None, above=0.0, unit="seconds", kind="numerics", needs=_INJECTS)
     """Draw the time to the fault: an exponential distribution with this mean."""
-    fault_injector_offset_seconds: float = flag(
-        0.0, minimum=0.0, unit="seconds", kind="numerics",
+    fault_injector_offset_seconds: float | None = flag(
+        None, minimum=0.0, unit="seconds", kind="numerics",
         needs=Needs("--fault-injector-mtti-seconds", lambda run: run.fault_injector_mtti_seconds is not None),
     )  # fmt: skip
     """Added to the time that --fault-injector-mtti-seconds draws."""

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What flows through the model in one step, at points whose layout is known: activations, and the gradients of them.
+"""Tensors that flow through the model in one step, at points whose layout is known: activations, and the gradients of
+them.
 
     module hooks on every rank  ->  PointRecord: a slice, and which tokens and channels it is
     records of all ranks        ->  join_points  ->  Point: [samples * s, channels], as one process has it
@@ -45,7 +46,7 @@ _NORMS = ("input_layernorm", "post_self_attn_layernorm", "pre_mlp_layernorm", "p
 
 
 class PointRecord(NamedTuple):
-    """What one process saw at a point in one step, over its microbatches."""
+    """Record of one process at a point in one step, over its microbatches."""
 
     module: str
     """Its name in the whole model; empty for data."""
@@ -135,7 +136,7 @@ class ActivationRecorder:
             self._joining.pop().joins_stream = True
 
     def list_records(self) -> list[PointRecord]:
-        """What was seen, in forward order; points whose shape does not fit the layout are left out."""
+        """Return what was seen, in forward order; points whose shape does not fit the layout are left out."""
         records = []
         for watched in self._seen:
             shapes = {value.shape for value in watched.values}
@@ -310,7 +311,8 @@ def _of_heads(find_first: Callable[[int], int]) -> Callable[[Tensor], Tensor]:
 
 
 def _find_column_channels(layer: ColumnParallelLinear) -> tuple[Callable[[Tensor], Tensor], bool]:
-    """How a column layer's outputs are divided, and whether ranks share some of them: as the rows of its weight."""
+    """Return how a column layer's outputs are divided, and whether ranks share some of them: as the rows of its
+    weight."""
     group, size = layer.tp_group, layer.output_size
     # A tied output layer has no weight of its own; its rows are divided evenly.
     split = Split(0, "tp", group.size(), group.rank())
@@ -323,7 +325,7 @@ def _find_column_channels(layer: ColumnParallelLinear) -> tuple[Callable[[Tensor
 
 
 def _describe(module: nn.Module, groups: ProcessGroupCollection) -> str:
-    """What a module is, and what it communicates."""
+    """Return what a module is, and what it communicates."""
     kind = type(module).__name__
     tp, cp, ep = groups.tp.size() > 1, groups.cp.size() > 1, groups.tp_ep.size() > 1
     parallel = getattr(getattr(module, "config", None), "sequence_parallel", False)
@@ -391,5 +393,5 @@ def _join(pieces: Sequence[tuple[PointRecord, Tensor]], *, sums: bool) -> tuple[
 
 
 def find_place(record: PointRecord) -> tuple[Tensor, Tensor]:
-    """Where a record lies in the whole, as an index."""
+    """Return where a record lies in the whole, as an index."""
     return record.tokens[:, None], record.channels[None, :]

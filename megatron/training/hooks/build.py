@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which hooks a run has: each class says for itself whether the settings ask for it (Hook.build)."""
+"""Choice of a run's hooks: each class says for itself whether the settings ask for it (Hook.build)."""
 
 from __future__ import annotations
 

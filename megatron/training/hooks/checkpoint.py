@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When checkpoints are saved, and which of them stay: every --save-interval iterations and at the end of the run, and
-in between those of --non-persistent-save-interval."""
+"""Times at which checkpoints are saved, and the choice of those that stay: every --save-interval iterations and at the
+end of the run, and in between those of --non-persistent-save-interval."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from megatron.training.config.container import RunConfig
 from megatron.training.run import Hook, HookContext, Phase, Progress, Run, StepResult
 
 _PATIENCE_SECONDS = 60.0
-"""How long a run that ends with an error waits for ranks that may be gone, so that its last save comes to an end."""
+"""Seconds that a run that ends with an error waits for ranks that may be gone, so that its last save comes to an
+end."""
 
 
 class _Series:
@@ -59,11 +60,11 @@ class _Series:
         write_earlier(self.root, self._foreign)
 
     def holds_foreign(self, iteration: int) -> bool:
-        """Whether the directory held this iteration before, and has not got it anew."""
+        """Return whether the directory held this iteration before, and has not got it anew."""
         return iteration in self._foreign
 
     def is_due(self, iteration: int) -> bool:
-        """Whether this iteration is to be saved here."""
+        """Return whether this iteration is to be saved here."""
         return self.interval is not None and iteration % self.interval == 0
 
     def note_saved(self, iteration: int) -> list[int]:
@@ -106,7 +107,7 @@ class CheckpointHook(Hook):
         self._saver: AsyncSaver | None = None
         """With --async-save, from on_train_start to on_close."""
         self._snapshot_of = Progress(0)
-        """How far the run was when the save under way began."""
+        """Progress of the run when the save under way began."""
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> CheckpointHook | None:

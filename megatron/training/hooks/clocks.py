@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When the parts of a step ran: timers, the pipeline's actions, and names in profiles.
+"""Times at which the parts of a step ran: timers, the pipeline's actions, and names in profiles.
 
 The trace of --pipeline-trace-dir is stage-N.jsonl: a first line about the pipeline, then a line for each action of each
 traced iteration, with seconds since the epoch by the machine's clock. Stages on several machines lie as exactly beside
@@ -195,7 +195,7 @@ class NamedRangesHook(Hook):
 
 
 def _around(name: str) -> tuple[Callable[..., None], Callable[..., None]]:
-    """What to call before and after a forward; calls of one module may be nested in one another."""
+    """Return what to call before and after a forward; calls of one module may be nested in one another."""
     open_ranges: list[NamedRange] = []
 
     def before(*_: object) -> None:

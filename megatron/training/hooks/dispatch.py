@@ -38,7 +38,7 @@ class Hooks(Hook):
         self._each("on_gradients", run)
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        """What is measured of the step is read, where that is due, before the other phases have their turn."""
+        """Read what is measured of the step, where that is due, before the other phases have their turn."""
         iteration = run.progress.iteration
         self._each("on_step_end", run, result, only=lambda phase: phase is Phase.MEASURE)
         # Closes the row of this iteration: what later phases record belongs to the next one.
@@ -139,7 +139,7 @@ class Hooks(Hook):
 
 
 def _only_observes(hook: Hook) -> bool:
-    """Whether the run can do without it: a rank on which it fails is still in step with the others."""
+    """Return whether the run can do without it: a rank on which it fails is still in step with the others."""
     return hook.phase <= Phase.WRITE and not hook.is_collective
 
 

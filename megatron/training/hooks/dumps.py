@@ -62,7 +62,7 @@ class DumpHook(Hook):
 
     @classmethod
     def has_any(cls, config: RunConfig) -> bool:
-        """Whether a run with these settings has such tensors."""
+        """Return whether a run with these settings has such tensors."""
         return True
 
     def on_train_start(self, run: Run) -> None:
@@ -85,7 +85,7 @@ class DumpHook(Hook):
             report_error(StorageError(f"{self._root}: {self._lost} dumps were not written"))
 
     def is_due(self, run: Run, *, is_counted: bool) -> bool:
-        """Whether this step's tensors are dumped. is_counted: the step is among the iterations done."""
+        """Return whether this step's tensors are dumped. is_counted: the step is among the iterations done."""
         # Hooks before the update see the number of iterations done, which lacks this one.
         return (run.progress.iteration + (not is_counted)) % self._interval == 0
 
@@ -192,7 +192,7 @@ class ActivationGradsDumpHook(ActivationsDumpHook):
 
 
 class _Extent(NamedTuple):
-    """What one process has of a point: all channels listed of all tokens listed."""
+    """Part of a point that one process has: all channels listed of all tokens listed."""
 
     last_token: int
     num_tokens: int

@@ -189,8 +189,8 @@ class SampleOfText:
 
 
 def describe_samples(run: Run, split: str, part: int, consumed: int, iterations: int) -> str:
-    """Which samples of a split an evaluation sees, in words, after the `consumed` ones that earlier ones have seen:
-    `2 batches of 8: samples 16 to 31 of 1000`, counted from 0."""
+    """Return which samples of a split an evaluation sees, in words, after the `consumed` ones that earlier ones have
+    seen: `2 batches of 8: samples 16 to 31 of 1000`, counted from 0."""
     size = run.evaluation_batch_size
     text = f"{iterations} batch{'es' if iterations > 1 else ''} of {size}"
     dataset = run.data.parts(split)[part]

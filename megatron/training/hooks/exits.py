@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a run may end before --train-iters: Ctrl-C, --exit-interval, --exit-duration-in-mins, --exit-signal-handler.
+"""Reasons for which a run ends before --train-iters: Ctrl-C, --exit-interval, --exit-duration-in-mins,
+--exit-signal-handler.
 
 All of them end it in order: the iteration is finished, and CheckpointHook saves.
 """
@@ -68,7 +69,8 @@ class ExitHook(Hook):
             run.request_stop(f"exiting program at iteration {run.progress.iteration}")
 
     def on_save(self, run: Run) -> None:
-        """What was asked for during a save ends the run right after it: another iteration would be saved once more."""
+        """End the run for what was asked for during a save right after it: another iteration would be saved once
+        more."""
         # A save that training does not wait for is over at a moment of its own on each rank, where none can agree.
         if self._agreement is not None and not self.saves_beside:
             self._stop(run, self._agreement.look())

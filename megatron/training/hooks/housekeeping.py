@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What keeps a process in order: Python garbage, cached device memory, the time limit of collectives."""
+"""Upkeep of a process: Python garbage, cached device memory, the time limit of collectives."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def draw_injections(settings: ReliabilityConfig, world_size: int) -> list[Inject
     delay = settings.fault_injector_fault_delay
     if settings.fault_injector_mtti_seconds is not None:
         drawn = -settings.fault_injector_mtti_seconds * math.log(1.0 - generator.random())
-        delay = settings.fault_injector_offset_seconds + drawn
+        delay = (settings.fault_injector_offset_seconds or 0.0) + drawn
     assert delay is not None, "checked with the flags"
     return [(rank, generator.choices(types, shares)[0], delay) for rank in ranks]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which iterations are done: those of --iterations-to-skip are not."""
+"""Choice of the iterations that are done: those of --iterations-to-skip are not."""
 
 from __future__ import annotations
 

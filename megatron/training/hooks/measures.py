@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured of each step and recorded in `run.metrics`: its numbers, and what flags add to them."""
+"""Measurements of each step, recorded in `run.metrics`: its numbers, and what flags add to them."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class ZerosHook(Hook):
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> ZerosHook | None:
-        """Where the flag asks for it."""
+        """Build the hook where the flag asks for it."""
         return cls() if config.logger.log_num_zeros_in_grad else None
 
     def on_gradients(self, run: Run) -> None:
@@ -401,7 +401,7 @@ class MemoryHook(Hook):
 
 
 def format_memory_line(iteration: int, rank: int, stats: dict[str, int], used: int) -> str:
-    """What one process holds, and what all processes of its device or machine do."""
+    """Return what one process holds, and what all processes of its device or machine do."""
     return (
         f" [rank {rank}] memory (MB) after iteration {iteration}: allocated {stats['allocated_bytes'] / 2**20:.0f} | "
         f"peak {stats['peak_bytes'] / 2**20:.0f} | used on the device {used / 2**20:.0f}"

@@ -28,12 +28,12 @@ _MOST_CALLS_BETWEEN = 64
 _LAST_MOMENTS = ("on_error", "on_close")
 """The run is over: nothing is put off, and nothing takes the place of the error that ended it."""
 _PAUSE = 10.0
-"""What a longer one is followed by, as a multiple of its time: at most a tenth of the run is spent on failing."""
+"""Pause after a longer one, as a multiple of its time: at most a tenth of the run is spent on failing."""
 
 
 @dataclass
 class _Outage:
-    """What one hook is failing at, and what that has cost."""
+    """Failure of one hook, and its cost so far."""
 
     moments: set[str] = field(default_factory=set)
     """The moments that have failed since the last success of one of them."""

@@ -97,7 +97,7 @@ class Clock(NamedTuple):
 
 
 class Pace:
-    """How fast this run is: from it follows how long the rest takes.
+    """Speed of this run: from it follows how long the rest takes.
 
     The samples that are left, at the time that a sample of the last 100 steps took, times wall time over time in steps:
     evaluations and checkpoints have the share that they had so far. Samples, since those of a growing batch are not

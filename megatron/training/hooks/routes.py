@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which experts each token got: written after every step (--moe-routing-trace-path), or taken from there in place of
-the routers' own choice (--moe-enable-routing-replay).
+"""Record of the experts that each token got: written after every step (--moe-routing-trace-path), or taken from there
+in place of the routers' own choice (--moe-enable-routing-replay).
 
     DIR/iter_0000010/      decoder.layers.1.mlp.router.experts, int64 [tokens of the global batch, experts of a token]
 
@@ -56,7 +56,7 @@ class RoutingTraceHook(DumpHook):
         super().on_train_start(run)
 
     def is_due(self, run: Run, *, is_counted: bool) -> bool:
-        """Whether this step is among the first that are to be written."""
+        """Return whether this step is among the first that are to be written."""
         limit = self._settings.moe_routing_trace_max_training_iters
         return limit is None or run.progress.iteration + (not is_counted) <= limit
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How all ranks come to end a run after the same iteration when one of them is asked to: by a signal, or by its clock.
+"""Agreement of all ranks to end a run after the same iteration when one of them is asked to: by a signal, or by its
+clock.
 
 While nobody is asked, a rank only looks into the job's key-value store from time to time; the host never waits for the
 device, and no rank for another. Once a request is there, every rank stops for a moment after each step to see whether
@@ -21,7 +22,7 @@ from megatron.core.process_groups_config import Group, rendezvous_store
 _LOOKS_SHARE = 50
 """A rank looks at most once in so many times the duration of a look: 2 % of its time."""
 _MEETING_SECONDS = 1.0
-"""How long ranks wait for each other after a step. Those with the same signal come together within milliseconds."""
+"""Seconds that ranks wait for each other after a step. Those with the same signal come together within milliseconds."""
 _PAUSE_SECONDS = 0.005
 
 _meetings = itertools.count()
@@ -59,7 +60,7 @@ class StopAgreement:
             return None
 
     def _learns(self, store: Store) -> bool:
-        """Whether there is a request by now, of this rank or of another one."""
+        """Return whether there is a request by now, of this rank or of another one."""
         began_at = time.monotonic()
         if self._asked is not None:
             store.compare_set("reason", "", self._asked)

@@ -43,7 +43,7 @@ class RankTimes(NamedTuple):
     forward_ms: float
     data_ms: float
     is_on: bool
-    """What the switch of this rank says; the first rank's counts."""
+    """State of this rank's switch; the first rank's counts."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank a hung job waits for, from the progress records of all ranks: a pure function of what was read.
+"""Search for the rank that a hung job waits for, from the progress records of all ranks: a pure function of what was
+read.
 
 A rank that is stopped or has ended is the culprit. Otherwise a rank waits for those members of the group of its last
 collective that have entered fewer collectives there; the culprits are waited for, directly or through others, and wait
@@ -69,7 +70,7 @@ class RankState:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a hung job waits for."""
+    """Findings on what a hung job waits for."""
 
     culprits: tuple[int, ...]
     """Ranks; empty where none can be told from the others."""
@@ -162,7 +163,7 @@ def _accuse(found: Sequence[RankState], what: str, others: Sequence[RankState]) 
 
 
 def _count(state: RankState, call: Call) -> int:
-    """How many collectives a rank has entered in the group of `call`."""
+    """Return how many collectives a rank has entered in the group of `call`."""
     return next((other.number for other in state.record.calls if other.group == call.group), 0)
 
 

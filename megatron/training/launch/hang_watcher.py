@@ -39,7 +39,7 @@ STACK_SIGNAL = signal.SIGRTMIN + 7
 VERDICT = "verdict.txt"
 _POLL_SECONDS = 0.25
 _ANSWER_SECONDS = 1.5
-"""How long the judge waits for the other hosts."""
+"""Seconds that the judge waits for the other hosts."""
 _STACK_SECONDS = 0.3
 _END_SECONDS = 1.5
 """Ranks end by themselves in this time, or are killed."""

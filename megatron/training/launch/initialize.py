@@ -48,7 +48,7 @@ class Process:
     device: torch.device
     groups: ProcessGroupCollection
     notes: tuple[str, ...] = ()
-    """What the device cannot do of the settings, and what takes its place."""
+    """Settings that the device cannot obey, each with what takes its place."""
     presence: Presence | None = None
     """With several processes: which of them are still there."""
     watch: HangWatch | None = None
@@ -227,7 +227,8 @@ def set_seeds(seed: int, groups: ProcessGroupCollection) -> None:
 
 
 def build_rank_grid(config: RunConfig, world_size: int) -> RankGrid:
-    """Who is who among `world_size` processes. Raises TopologyError for a layout that does not fit."""
+    """Build the grid that says who is who among `world_size` processes. Raises TopologyError for a layout that does not
+    fit."""
     model = config.model
     divides = config.ddp.use_distributed_optimizer or config.ddp.use_torch_fsdp2
     instances = config.ddp.num_distributed_optimizer_instances if divides else 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who am I: this process's place in the job, from the environment that the launcher made.
+"""Place of this process in the job, from the environment that the launcher made.
 
 | launcher                     | variables                                                                          |
 |------------------------------|------------------------------------------------------------------------------------|
@@ -44,7 +44,7 @@ class Launch:
     agent_store: bool = False
     """torchrun's agent already serves the meeting point; rank 0 need not open it."""
     attempt: int = 0
-    """How often torchrun has restarted the job: an earlier attempt's messages are not ours."""
+    """Number of times that torchrun has restarted the job: an earlier attempt's messages are not ours."""
     job: str = "N/A"
     """SLURM's id of the job."""
 

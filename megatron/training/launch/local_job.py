@@ -31,19 +31,20 @@ T = TypeVar("T")
 
 _PRELOAD = ["torch", "torch.distributed", "megatron.training.setup"]
 _GRACE_SECONDS = 2.0
-"""How long the others may still report after the first failure: the first to fail may only have lost its peer."""
+"""Seconds in which the others may still report after the first failure: the first to fail may only have lost its
+peer."""
 _FAULTS = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP"})
 """Signals by which the system ends a process for what it did itself."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one process sends to the caller at its end: a value, or what went wrong."""
+    """Message of one process to the caller at its end: a value, or what went wrong."""
 
     value: Any = None
-    """What the function returned."""
+    """Return value of the function."""
     error: MegatronError | None = None
-    """What it raised, if that was one of ours."""
+    """Error that it raised, if that was one of ours."""
     error_type: str = ""
     """Name of the class of what it raised; empty where it returned."""
     message: str = ""
@@ -54,7 +55,7 @@ class Report:
 
 @dataclass(frozen=True)
 class JobReports:
-    """What became of the processes of a job."""
+    """Ends of the processes of a job."""
 
     reports: dict[int, Report | None]
     """Rank -> report, in the order of arrival; None for a process that died without one."""

@@ -106,7 +106,8 @@ def explain_memory_shortage(error: BaseException, config: RunConfig, workload: W
 
 
 def _describe_gaps(error: BaseException) -> str:
-    """What of a GPU's memory is free, and what the allocator holds without being able to use it, where it says so."""
+    """Return what of a GPU's memory is free, and what the allocator holds without being able to use it, where it says
+    so."""
     free = re.search(r"of which ([0-9.]+ [KMGT]?i?B) is free", str(error))
     held = re.search(r"([0-9.]+ [KMGT]?i?B) is reserved by PyTorch but unallocated", str(error))
     if free is None:
@@ -123,7 +124,8 @@ def read_total_memory() -> tuple[int, str]:
 
 
 def suggest_levers(config: RunConfig, workload: Workload | None, *, is_one_tensor: bool = False) -> str:
-    """What the formulas say of the run, and the cheapest settings that make it need less and train the same model.
+    """Return what the formulas say of the run, and the cheapest settings that make it need less and train the same
+    model.
 
     workload: None for a model that the formulas are not about. is_one_tensor: a single tensor is too large, so that
     keeping fewer of them does not help.
@@ -156,7 +158,7 @@ def _describe_estimate(memory: MemoryEstimate) -> str:
 
 
 def _is_possible(config: RunConfig, lever: Lever) -> bool:
-    """Whether the run's other settings allow the change."""
+    """Return whether the run's other settings allow the change."""
     changes: dict[str, dict[str, Any]] = {}
     for name, value in lever.changes.items():
         changes.setdefault(groups_of_fields()[name], {})[name] = value

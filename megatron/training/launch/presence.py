@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks have ended: every process keeps a port open that nobody serves, and the system closes it when it ends.
+"""Detection of ranks that have ended: every process keeps a port open that nobody serves, and the system closes it when
+it ends.
 
 A collective that fails says that some peer is gone, not which one. Whoever sees that knocks at the others' ports.
 """
@@ -53,15 +54,15 @@ class Presence:
             return [] if self._launch.agent_store or self._launch.rank == 0 else [0]
 
     def list_ended(self, ranks: Sequence[int]) -> list[int]:
-        """Which of these ranks have ended, in order or not; none where nobody can tell. Takes up to half a second for
-        each that does not answer."""
+        """Return which of these ranks have ended, in order or not; none where nobody can tell. Takes up to half a
+        second for each that does not answer."""
         try:
             return self._knock(ranks, {rank: self._store.get(f"address/{rank}").decode().split() for rank in ranks})
         except RuntimeError:
             return []
 
     def _knock(self, ranks: Iterable[int], addresses: dict[int, list[str]]) -> list[int]:
-        """Those at whose port nobody listens any more."""
+        """Return the ranks at whose port nobody listens any more."""
         lost = []
         for rank in ranks:
             host, port = addresses[rank]
@@ -76,7 +77,7 @@ class Presence:
 
 
 def _find_own_address(launch: Launch) -> str:
-    """Where the other processes of the job reach this one."""
+    """Return where the other processes of the job reach this one."""
     assert launch.master_addr is not None and launch.master_port is not None, "one process has nobody to meet"
     if launch.rank == 0 and not launch.agent_store:
         return launch.master_addr

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the processes of a job find each other, and notice before the first collective that they do not belong together.
+"""Meeting of the processes of a job, which notice before the first collective that they do not belong together.
 
 Everybody opens the same key-value store (served by rank 0, or by torchrun's agent), says who it is and with which flags
 it was started, and waits for all others. Who never comes is named after a time-out; who was started with other flags is
@@ -25,7 +25,7 @@ from megatron.training.launch.launch import Launch
 _SHOWN_RANKS = 16
 _RETRY_SECONDS = 0.2
 _ANSWER_SECONDS = 6.0
-"""How long a store that listens may take to answer: it does so within milliseconds..."""
+"""Seconds that a store that listens may take to answer: it does so within milliseconds..."""
 _ANSWER_SECONDS_PER_RANK = 1e-3
 """...unless thousands of ranks come to it at once."""
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is particular to a kind of model: how it is built, its data, its forward step."""
+"""Recipes: the parts that are particular to a kind of model, such as its construction, data and forward step."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model family is: the flags that make it, and which tensors of a Hugging Face checkpoint are which of ours.
+"""Model families: the flags that make it, and which tensors of a Hugging Face checkpoint are which of ours.
 
 `families.py` has the table. A `Family` says, for the models of one class of Hugging Face transformers,
 
@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Row:
-    """Where one parameter of ours lies in their files.
+    """Place of one parameter of ours in their files.
 
     whole       one tensor, the same values
     stacked     theirs one below the other: the gate's rows, then those of the other half of a gated MLP
@@ -62,7 +62,8 @@ class Row:
 
 @dataclass(frozen=True)
 class LayerLetters:
-    """Where a config.json says of what kind each layer of a hybrid is, and the letters of --hybrid-layer-pattern."""
+    """Fields in which a config.json states the kind of each layer of a hybrid, and the letters of
+    --hybrid-layer-pattern."""
 
     mixers: Mapping[str, str]
     """A word for a kind of layers -> its letter."""
@@ -118,7 +119,7 @@ class Setting:
     flag: str
     form: SettingForm = "number"
     default: Any = None
-    """What the flag's absence means: it is left out for this value."""
+    """Meaning of the flag's absence: it is left out for this value."""
     only_if: str | None = None
     """A field that must be true for this one to count."""
     word: str | None = None
@@ -166,7 +167,7 @@ class Family:
     """Fields that the class does not know, and that earlier programs for the same files read: the only value that is
     known of each."""
     rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_theta": 10000.0})
-    """What `rope_parameters` say that a config.json leaves out."""
+    """Contents of `rope_parameters` where a config.json leaves them out."""
     complete: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None
     """All fields with the values that follow from others where they are null; it removes those that say no more."""
 

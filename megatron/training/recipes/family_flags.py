@@ -72,7 +72,8 @@ def build_flags(family: Family, config: Mapping[str, Any], *, with_sizes: bool =
 
 
 def is_rotary(family: Family, config: Mapping[str, Any]) -> bool:
-    """Whether positions are rotations in the model of a completed config.json. Raises ConfigError for other words."""
+    """Return whether positions are rotations in the model of a completed config.json. Raises ConfigError for other
+    words."""
     if not family.is_rotary or not family.rotary_field:
         return family.is_rotary
     if family.rotary_field == ROPE:
@@ -84,7 +85,7 @@ def is_rotary(family: Family, config: Mapping[str, Any]) -> bool:
 
 
 def uses_experts(config: Mapping[str, Any]) -> bool:
-    """Whether the model of a completed config.json has experts."""
+    """Return whether the model of a completed config.json has experts."""
     return any(config.get(name) for name in _COUNTS)
 
 
@@ -371,9 +372,8 @@ def _build_flag(family: Family, config: Mapping[str, Any], setting: Setting) -> 
             return [f"{setting.flag} {_describe_pattern(sees_all, '0', '1')}"] if any(sees_all) else []
         case "norms of full layers":
             # Where a layer of theirs is two letters, both are alike.
-            of_layers = [
-                kind == FULL for kind in value for _ in range(2 if family.letters and family.letters.mlps else 1)
-            ]
+            letters = 2 if family.letters and family.letters.mlps else 1
+            of_layers = [kind == FULL for kind in value for _ in range(letters)]
             return [f"{setting.flag} {_describe_pattern(of_layers, '1', '0')}"] if any(of_layers) else []
         case "layers without positions":
             has_none = [not has_positions for has_positions in _judge_layers(family, config, setting, value)]
@@ -388,9 +388,8 @@ def _build_flag(family: Family, config: Mapping[str, Any], setting: Setting) -> 
             return []
         case "group score":
             if value != GROUP_LIMITED:
-                raise _refuse(
-                    family, setting.theirs, value, f"only {setting.default!r} and {GROUP_LIMITED!r} are known"
-                )
+                known = f"only {setting.default!r} and {GROUP_LIMITED!r} are known"
+                raise _refuse(family, setting.theirs, value, known)
             return [f"{setting.flag} best"]
         case "two best" if value == 0:
             raise _refuse(family, setting.theirs, value, "tokens need 1 group of experts or more")
@@ -420,17 +419,11 @@ def _build_flag(family: Family, config: Mapping[str, Any], setting: Setting) -> 
             if value * (1 if setting.word == "channels" else config["hidden_size"]) != heads * width:
                 raise _refuse(family, setting.theirs, value, f"{heads} heads of {width} channels are no such multiple")
             return []
-        case "inverse":
-            if value == 0:
-                raise _refuse(family, setting.theirs, value, "it must be a number above 0")
-            value = 1 / value
-        # The last two forms only change the value; it is written below, like a number.
-        case "root":
-            value = value**0.5
-        case "inverse root":
-            if value == 0:
-                raise _refuse(family, setting.theirs, value, "it must be a number above 0")
-            value = value**-0.5
+        # The last forms only change the value; it is written below, like a number.
+        case "inverse" | "inverse root" if value == 0:
+            raise _refuse(family, setting.theirs, value, "it must be a number above 0")
+        case "inverse" | "root" | "inverse root":
+            value **= {"inverse": -1, "root": 0.5, "inverse root": -0.5}[setting.form]
     return [f"{setting.flag} {_describe_number(value)}"]
 
 

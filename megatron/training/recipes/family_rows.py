@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tensors of published files are which parameters of ours, as rows that several families share.
+"""Map between tensors of published files and parameters of ours, as rows that several families share.
 
 The entries of families.py put them together; `family.py` says what a Row means. Names are those of the files.
 """

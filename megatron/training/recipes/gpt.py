@@ -34,7 +34,7 @@ LossOutput = tuple["Tensor", "Tensor", dict[str, "Tensor"]]
 
 
 def build_gpt_recipe(config: RunConfig, tokenizer: Tokenizer | None = None) -> Recipe:
-    """What the trainer needs to train the GPT model that the settings describe.
+    """Return what the trainer needs to train the GPT model that the settings describe.
 
     tokenizer: built from the settings when None. Raises ConfigError or DataError for a vocabulary that cannot be used.
     """
@@ -162,7 +162,7 @@ def count_gpt_flops_per_token(config: RunConfig, padded_vocab_size: int, chunks:
 
 
 def describe_gpt_workload(config: RunConfig, padded_vocab_size: int, num_microbatches: int | None = None) -> Workload:
-    """What a process works on, for the planner's formulas.
+    """Return what a process works on, for the planner's formulas.
 
     num_microbatches: of a step; those of the end of the run when None, where a growing batch fills the pipeline most.
     """
@@ -188,7 +188,7 @@ def describe_gpt_operations(
     groups: ProcessGroupCollection,
     device: torch.device,
 ) -> Mapping[str, str]:
-    """Which implementation each operation got; nothing for a model or a layer of the user's own."""
+    """Return which implementation each operation got; nothing for a model or a layer of the user's own."""
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.tensor_parallel.products import CommunicationPlan
@@ -232,7 +232,7 @@ def describe_gpt_operations(
 
 
 def _describe_engine(chunks: Sequence[nn.Module]) -> dict[str, str]:
-    """What Transformer Engine computes beside products."""
+    """Return what Transformer Engine computes beside products."""
     from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
     from megatron.core.transformer.transformer_layer import TransformerLayer
 

@@ -97,8 +97,8 @@ def choose_dataset(config: RunConfig, tokenizer: Tokenizer) -> tuple[type[Megatr
 
 
 def takes_bounds_for_masks(config: RunConfig, device: torch.device) -> bool:
-    """Whether --reset-attention-mask becomes the bounds of documents: on a GPU, whose kernels skip what bounds hide and
-    compute what a mask hides, and where a run with bounds is the same in everything else."""
+    """Return whether --reset-attention-mask becomes the bounds of documents: on a GPU, whose kernels skip what bounds
+    hide and compute what a mask hides, and where a run with bounds is the same in everything else."""
     from megatron.core.device import is_cpu
 
     model, is_one_sequence = config.model, (config.training.micro_batch_size or 1) == 1

@@ -22,7 +22,7 @@ PREDICTION = "num_nextn_predict_layers"
 LENGTH = "--max-position-embeddings"
 _MOST_TOKENS = 2**31 - 1
 WITHOUT_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
-"""What no config.json means by saying nothing: published models are trained on without dropout."""
+"""Settings that a config.json does not mean by saying nothing: published models are trained on without dropout."""
 
 
 def read_json(path: Path) -> dict[str, Any]:

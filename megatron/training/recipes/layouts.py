@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the models of the presets are divided over GPUs, for `--preset-layout`.
+"""Layouts of the presets' models over GPUs, for `--preset-layout`.
 
 The smallest sensible number of GPUs for each, and for large models some more. Each is accepted by the rules of a run,
 and fits 80 GB by formula, with a tenth left free: tests/unit/training/recipes/test_preset_layouts.py. What is fast on a

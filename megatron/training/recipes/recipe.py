@@ -57,7 +57,7 @@ class ForeignModel(Protocol):
 
     @property
     def notes(self) -> Sequence[str]:
-        """What is left out."""
+        """Parts that are left out."""
 
     def load(self, tensors: ShardedStateDict, group: Group, *, may_lack: bool, may_have_more: bool) -> KeyReport:
         """Fill the tensors of all members of the group, each of which reads no more than its parts; returns what was
@@ -114,7 +114,7 @@ class Recipe:
     """(this rank's chunks) -> floating-point operations of the whole model for one token, forward and backward; None
     where nobody has counted them: then throughput and MFU are not reported."""
     workload: Workload | None = None
-    """What the planner's formulas for memory need to know beside the configs; None for a model that they are not
+    """Facts that the planner's formulas for memory need beside the configs; None for a model that they are not
     about: where memory runs out, nothing is estimated then."""
     describe_operations: Callable[[Sequence[nn.Module], ProcessGroupCollection, torch.device], Mapping[str, str]] = (
         describe_nothing
@@ -127,7 +127,7 @@ class Recipe:
     process_non_loss_data: Callable[[Any, int, Any], Any] | None = None
     """(data, iteration, TensorBoard writer), called on the first rank after each evaluation."""
     foreign_files: ForeignFiles | None = None
-    """What reads --load hf:DIR and writes --save-hf; where there is none, both are refused."""
+    """Object that reads --load hf:DIR and writes --save-hf; where there is none, both are refused."""
     collect_non_loss_data: Callable[[Any], Any] | None = None
     """(chunks) -> that data; what the loss function returns with non_loss_data=True when None."""
 

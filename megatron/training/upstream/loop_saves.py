@@ -17,7 +17,7 @@ from megatron.training.checkpoint.save_directories import find_non_persistent_di
 from megatron.training.config.checkpoint import CheckpointConfig
 
 _PATIENCE_SECONDS = 60.0
-"""How long the end of a program waits for ranks that may be gone."""
+"""Seconds that the end of a program waits for ranks that may be gone."""
 
 
 class LoopSaves:
@@ -32,7 +32,7 @@ class LoopSaves:
         self.locks = prepare_save(settings, world)
         self._saver: AsyncSaver | None = None
         self._is_non_persistent = False
-        """Whether the save under way is of those of which only the newest stays."""
+        """True if the save under way is of those of which only the newest stays."""
         if settings.async_save:
             process = None
             if settings.use_persistent_ckpt_worker:

@@ -164,13 +164,13 @@ def print_rank_last(message: object) -> None:
 
 
 def is_last_rank() -> bool:
-    """Whether this is the last process of the job."""
+    """Return whether this is the last process of the job."""
     # One process is the first and the last.
     return not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
 
 
 def is_first_or_last_pipeline_stage(vp_stage: int | None = None) -> bool:
-    """Whether this process holds the first or the last layers; with a chunk, whether that chunk does."""
+    """Return whether this process holds the first or the last layers; with a chunk, whether that chunk does."""
     chunks = get_args().virtual_pipeline_model_parallel_size
     return parallel_state.is_pipeline_first_stage(False, vp_stage) or parallel_state.is_pipeline_last_stage(
         False, vp_stage, chunks

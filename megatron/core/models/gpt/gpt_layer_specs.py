@@ -11,7 +11,7 @@ from typing import Any
 from megatron.core.device import current_device
 from megatron.core.enums import AttnMaskType
 from megatron.core.errors import ConfigError
-from megatron.core.plan.own_stage import find_own_stage
+from megatron.core.pipeline_parallel.own_stage import find_own_stage
 from megatron.core.plan.read import read_plan
 from megatron.core.plan.stages import build_pipeline_layout
 from megatron.core.process_groups_config import ProcessGroupCollection

@@ -131,9 +131,9 @@ class GPTModel(LanguageModule):
         self.states_in = config.count_states_between_stages(shape)[stage - 1] if stage else 1
         """Hidden states that come from the stage before: one, or one and those of multi-token prediction."""
         self.predicts_further = build_pipeline_layout(config, shape)[stage].has_prediction
-        """Whether the layers of multi-token prediction lie here."""
+        """True if the layers of multi-token prediction lie here."""
         self.reuses_end_weights = is_tied or config.mtp_num_layers is not None or config.loss_chunk_size is not None
-        """Whether embedding or output layer are used more than once in a forward pass."""
+        """True if embedding or output layer are used more than once in a forward pass."""
         use = find_embedding_use(config, shape, is_tied=is_tied)
         needs_embedding = self.pre_process or self.predicts_further or (is_tied and self.post_process)
         owner = use.owner_chunk.get(pp.rank(), chunk)
@@ -265,7 +265,7 @@ class GPTModel(LanguageModule):
         packed_seq_params: PackedSeqParams | None,
         sequence: Group,
     ) -> StageInputs:
-        """What layers read beside hidden states [s, b, h], or in generation those of the context's layout."""
+        """Return what layers read beside hidden states [s, b, h], or in generation those of the context's layout."""
         length, device = self._sequence_length(hidden_states, sequence), hidden_states.device
         layout = None if inference_context is None else inference_context.layout
         longest = 0 if inference_context is None else inference_context.max_tokens
@@ -348,8 +348,8 @@ class GPTModel(LanguageModule):
         return hidden_states
 
     def _join_states(self, states: list[Tensor]) -> Tensor:
-        """What goes to the stage of the loss: hidden states of all depths, one below the other, [(1 + depths) s, b, h],
-        in the number format in which stages exchange."""
+        """Return what goes to the stage of the loss: hidden states of all depths, one below the other, [(1 + depths) s,
+        b, h], in the number format in which stages exchange."""
         joined = torch.cat(states)
         return joined.float() if self.config.fp32_residual_connection else joined
 

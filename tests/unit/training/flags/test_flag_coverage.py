@@ -33,6 +33,7 @@ OTHER_DEFAULTS = {
     "--no-save-rng": "False where upstream has None; both mean no",
     "--no-load-optim": "False where upstream has None; both mean no",
     "--no-load-rng": "False where upstream has None; both mean no",
+    "--rerun-mode": "disabled: to judge a result before it is used, the host waits for it in every step",
 }
 # Values that upstream does not have.
 FURTHER_CHOICES = {
@@ -191,7 +192,7 @@ def test_nobody_is_told_to_leave_out_what_changes_the_run() -> None:
         ("--optimizer adaptive_muon", "which give another run"),
         ("--enable-gpt-oss", "spell them out: --position-embedding-type yarn"),
         ("--export-qk-l2-norm", "use --qk-l2-norm, the same layer here"),
-        ("--gpu-sniff-test-interval 5", "leave it out; the numbers stay the same"),
+        ("--fake-process-group", "leave it out; the numbers stay the same"),
     ],
 )
 def test_what_a_refusal_advises(flags: str, sentence: str) -> None:

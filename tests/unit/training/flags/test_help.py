@@ -69,8 +69,8 @@ def test_words_are_looked_for_in_names_and_texts() -> None:
 
 
 def test_what_is_not_available_is_found_too() -> None:
-    text = format_help(["sniff"])
-    assert re.search(r"Planned:\n(.*\n)*?  --gpu-sniff-test-interval .*Comes with fault tolerance", text)
+    text = format_help(["fake", "process"])
+    assert re.search(r"Planned:\n(.*\n)*?  --fake-process-group .*Comes with the layout planner", text)
     assert "Understood with a note:" in format_help(["router", "fusion"])
     assert "Not supported:" in format_help(["retro"])
 
