@@ -81,7 +81,7 @@ setup(
         "docs": DOCUMENTATION,
         "inference": INFERENCE,
         "wandb": ["wandb>=0.16"],
-        "programs": ["lm_eval==0.4.13"],
+        "programs": ["lm_eval==0.4.13", "accelerate>=1.0"],
         "plot": ["matplotlib>=3.7"],
         "data": ["nltk>=3.9", "tiktoken>=0.9", "zstandard>=0.22"],
         "object-storage": ["fsspec>=2024.2", "s3fs>=2024.2"],

@@ -71,7 +71,8 @@ def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[H
     save_locks = prepare_save(config.checkpoint, process.groups.world)
     place = Place(socket.gethostname(), process.launch.local_rank, process.launch.job)
     try:
-        on_first_rank(process.groups.world, lambda: refuse_crash_loop(config))
+        if config.checkpoint.save is not None:
+            on_first_rank(process.groups.world, lambda: refuse_crash_loop(config))
         prepare_foreign_save(config, recipe, process.groups.world)
         run = build_run(
             config, process, recipe, [*build_hooks(config, HookContext(recipe, traffic, process.watch, place)), *hooks]

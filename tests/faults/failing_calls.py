@@ -201,7 +201,8 @@ def train_on(
     lines = sys.stderr.getvalue().splitlines()
     case = f"{fault}, {way}, rank {victim}, call"
     verdicts = [[f"{case} {look.call}", _judge(look, failing.looks, lines)] for look in failing.looks if look.call]
-    strange = [line for line in lines if not re.match(r"error: iteration \d+ was not (saved|removed): ", line)]
+    told = r"error: iteration \d+ was not (saved|removed): |warning: .*/ledger.jsonl was not written: "
+    strange = [line for line in lines if not re.match(told, line)]
     if strange and verdicts:
         verdicts[-1][1] = f"said: {strange[:3]}"
     return max(failing.counts, default=0), verdicts

@@ -343,7 +343,7 @@ def with_file(path: Path, text: str | bytes) -> list[str]:
         ("lr: [1, 2]", 1, "takes 1 value"),
         ("? [a]\n: 1", 1, "name of a flag"),
         ("lr: !!python/object/apply:os.system [true]", 1, "lr"),
-        ("gpu-sniff-test-interval: 5", 1, "planned"),
+        ("pipeline-model-parallel-comm-backend: ucc", 1, "planned"),
     ],
 )
 @pytest.mark.flags("--config")

@@ -74,9 +74,9 @@ def assert_goes_on(saved: Path, case: str, processes: int, reference: Path, tmp_
 
 
 def without_manifest(root: Path) -> list[str]:
-    """The files, by path; ours adds its manifest and the run's summary to upstream's."""
+    """The files, by path; ours adds its manifest, the ledger and the run's summary to upstream's."""
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file() and path.suffix != ".lock"
-                  and path.name not in ("manifest.json", "summary.txt"))  # fmt: skip
+                  and path.name not in ("manifest.json", "summary.txt", "ledger.jsonl"))  # fmt: skip
 
 
 @pytest.mark.flags("--ckpt-format")

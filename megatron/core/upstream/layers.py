@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from megatron.core.errors import ConfigError
-from megatron.core.pipeline_parallel.own_stage import find_own_stage
 from megatron.core.plan.stages import build_pipeline_layout, build_virtual_stages, parse_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.routing import choose_experts
+from megatron.core.transformer.own_stage import find_own_stage
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 

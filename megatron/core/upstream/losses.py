@@ -13,10 +13,10 @@ from megatron.core.auxiliary_loss import AuxiliaryLossScale, attach_auxiliary_lo
 from megatron.core.collectives import all_reduce
 from megatron.core.errors import ConfigError
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.pipeline_parallel.own_stage import find_own_stage
 from megatron.core.plan.stages import build_pipeline_layout
 from megatron.core.process_groups_config import Group, ProcessGroupCollection, SingleRankGroup
 from megatron.core.transformer.multi_token_prediction import TokenShift
+from megatron.core.transformer.own_stage import find_own_stage
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 

@@ -176,7 +176,7 @@ class ReliabilityConfig(CheckedConfig):
         needs=Needs("--fault-injector-mtti-seconds", lambda run: run.fault_injector_mtti_seconds is not None),
     )  # fmt: skip
     """Added to the time that --fault-injector-mtti-seconds draws."""
-    fault_injector_seed: int | None = flag(None, kind="numerics", needs=_INJECTS)
+    fault_injector_seed: int | None = flag(None, minimum=0, kind="numerics", needs=_INJECTS)
     """Of what is drawn; other draws in every run when not given."""
 
     log_straggler: bool = False

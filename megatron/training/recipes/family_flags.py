@@ -403,13 +403,7 @@ def _build_flag(family: Family, config: Mapping[str, Any], setting: Setting) -> 
             lowest = [f"{setting.flag} {_describe_number(low)}"] if low > 0 else []
             return lowest + ([] if high == math.inf else [f"{setting.word} {_describe_number(high)}"])
         case "multipliers":
-            flags = [setting.flag] if setting.word is None else [setting.flag, setting.word]
-            if len(value) != (5 if setting.word is None else 2):
-                raise _refuse(family, setting.theirs, value, "it must have 5 numbers, or 2 for mlp_multipliers")
-            if set(value) == {1}:
-                return []
-            pairs = zip(flags, [value] if setting.word is None else [[each] for each in value], strict=True)
-            return [" ".join([flag, *map(_describe_number, each)]) for flag, each in pairs if set(each) != {1}]
+            return _build_multipliers(family, setting, value)
         case "gate norm":
             is_normed, is_first = (config[name] for name in setting.theirs.split("|"))
             form = "none" if not is_normed else "ungated" if is_first else "gated"
@@ -425,6 +419,15 @@ def _build_flag(family: Family, config: Mapping[str, Any], setting: Setting) -> 
         case "inverse" | "root" | "inverse root":
             value **= {"inverse": -1, "root": 0.5, "inverse root": -0.5}[setting.form]
     return [f"{setting.flag} {_describe_number(value)}"]
+
+
+def _build_multipliers(family: Family, setting: Setting, value: Sequence[float]) -> list[str]:
+    """The flag with five numbers, or two flags with one each; nothing for what is 1."""
+    flags = [setting.flag] if setting.word is None else [setting.flag, setting.word]
+    if len(value) != (5 if setting.word is None else 2):
+        raise _refuse(family, setting.theirs, value, "it must have 5 numbers, or 2 for mlp_multipliers")
+    pairs = zip(flags, [value] if setting.word is None else [[each] for each in value], strict=True)
+    return [" ".join([flag, *map(_describe_number, each)]) for flag, each in pairs if set(each) != {1}]
 
 
 def _describe_number(value: float) -> str:

@@ -103,7 +103,7 @@ def test_values_are_judged_as_on_the_command_line(data: st.DataObject) -> None:
     ({"normalization": "Norm"}, "--normalization Norm is not one of its values; give one of LayerNorm, RMSNorm"),
     ({"recompute_modules": ["mlp", "all"]},
      "--recompute-modules all is not one of its values; give one of core_attn, layernorm, mlp, "
-     "mlp_act, mla_up_proj, moe_act, moe, shared_experts"),
+     "mlp_act, mla_up_proj, moe_act, moe, shared_experts, gdn_norm_out"),
     ({"num_attention_heads": 3, "kv_channels": 8, "tensor_model_parallel_size": 2},
      "--num-attention-heads 3 cannot be split over --tensor-model-parallel-size 2; use 2 or 4 heads, or a "
      "tensor-parallel size of 1 or 3"),

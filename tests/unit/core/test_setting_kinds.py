@@ -43,6 +43,12 @@ BASES = (
     "--qk-pos-emb-head-dim 8 --v-head-dim 16",
     "--use-mup --mup-base-hidden-size 32",
     "--use-mup",
+    "--multi-latent-attention --qk-layernorm --position-embedding-type rope --normalization RMSNorm --kv-lora-rank 16 "
+    "--qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16",
+    "--mamba-beside-attention --normalization RMSNorm --mamba-num-groups 2 --mamba-num-heads 4 --mamba-head-dim 8",
+    "--hybrid-layer-pattern GM --normalization RMSNorm --mamba-num-groups 2 --mamba-num-heads 4 --mamba-head-dim 8 "
+    "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8 "
+    "--apply-layernorm-1p",
     "--hybrid-layer-pattern GM --normalization RMSNorm --mamba-num-groups 2 --mamba-num-heads 4 --mamba-head-dim 8 "
     "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8",
 )
@@ -97,6 +103,8 @@ def spellings(setting: Setting) -> Iterator[str]:
         yield from (f"{setting.name} {choice}" for choice in setting.offered_choices if choice != setting.default)
     else:
         yield from (f"{setting.name}={value}" for value in ("2", "1", "3", "4", "0.5", "16", "5,0", "0.3"))
+        if isinstance(setting.nargs, int):
+            yield f"{setting.name} {' '.join(['2'] * setting.nargs)}"
 
 
 @functools.cache

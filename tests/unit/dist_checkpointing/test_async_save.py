@@ -401,7 +401,7 @@ def test_a_save_under_way_is_finished_when_the_run_fails(tmp_path: Path, gate: t
         finish(with_hook(prepare(*flags(tmp_path, *THREAD)), Each(fail)))
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "failures.jsonl", "iter_0000002", "latest_checkpointed_iteration.txt",
+        "failures.jsonl", "iter_0000002", "latest_checkpointed_iteration.txt", "ledger.jsonl",
     ]  # fmt: skip
     assert differing(train_tiny("--load", tmp_path), train_tiny()) == []
 

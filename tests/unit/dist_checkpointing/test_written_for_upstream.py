@@ -254,7 +254,9 @@ def test_a_full_disk_costs_no_earlier_checkpoint(tmp_path: Path) -> None:
             train_tiny(*flags)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", "latest_checkpointed_iteration.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "failures.jsonl", "iter_0000003", "latest_checkpointed_iteration.txt", "ledger.jsonl",
+    ]  # fmt: skip
     assert prepare(*flags).progress.iteration == 3
 
 

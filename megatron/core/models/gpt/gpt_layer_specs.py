@@ -11,7 +11,6 @@ from typing import Any
 from megatron.core.device import current_device
 from megatron.core.enums import AttnMaskType
 from megatron.core.errors import ConfigError
-from megatron.core.pipeline_parallel.own_stage import find_own_stage
 from megatron.core.plan.read import read_plan
 from megatron.core.plan.stages import build_pipeline_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -36,6 +35,7 @@ from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionLayerSubmodules,
 )
 from megatron.core.transformer.norms import build_norm
+from megatron.core.transformer.own_stage import find_own_stage
 from megatron.core.transformer.replacement_linear import ReplacementLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules

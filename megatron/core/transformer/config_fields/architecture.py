@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.config_base import derived, flag
+from megatron.core.errors import ConfigError
 from megatron.core.flag_texts import layer_pattern
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.plan.heterogeneous import read_encoded
-from megatron.core.setting import Needs
+from megatron.core.setting import Needs, PathText
 
 _FUSED_LOSS = Needs("--cross-entropy-loss-fusion", lambda run: run.cross_entropy_loss_fusion)
 _GATED = Needs("--swiglu, --geglu or --quick-geglu", lambda run: run.gated_linear_unit)
@@ -29,7 +31,7 @@ class ArchitectureFields(ModelParallelConfig):
     stages, / before the layers of each depth of multi-token prediction; --num-layers and --mtp-num-layers follow."""
     hybrid_override_pattern: str | None = flag(None, kind="shorthand")
     """Earlier spelling of --hybrid-layer-pattern."""
-    heterogeneous_layers_config_path: str | None = flag(None, kind="shorthand")
+    heterogeneous_layers_config_path: PathText | None = flag(None, kind="shorthand")
     """JSON in which each layer of a GPT has its own number of key-value heads and inner width, no attention or no MLP,
     or one matrix in place of either (Llama-Nemotron). The other flags say the model, as its fields do."""
     heterogeneous_layers_config_encoded_json: str | None = flag(None, kind="shape")
@@ -115,7 +117,8 @@ class ArchitectureFields(ModelParallelConfig):
         super().derive()
         path = self.heterogeneous_layers_config_path
         if isinstance(path, str) and self.heterogeneous_layers_config_encoded_json is None:
-            self.heterogeneous_layers_config_encoded_json = read_encoded(path)
+            with contextlib.suppress(ConfigError):  # told by `problems`
+                self.heterogeneous_layers_config_encoded_json = read_encoded(path)
         # Filled in before anything is checked, so that checks see the numbers the model is built with.
         if self.ffn_hidden_size is None and self.hidden_size is not None:
             width = self.hidden_size
@@ -125,6 +128,11 @@ class ArchitectureFields(ModelParallelConfig):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
+        if self.heterogeneous_layers_config_path is not None and self.heterogeneous_layers_config_encoded_json is None:
+            try:
+                read_encoded(self.heterogeneous_layers_config_path)
+            except ConfigError as error:
+                yield from error.problems
         if self.ffn_hidden_size is not None and self.ffn_hidden_size < 1:
             yield f"{self.say('hidden_size')} is too small for a default MLP width; give --ffn-hidden-size"
         # A flag without effect is a misunderstanding: it is refused rather than ignored.

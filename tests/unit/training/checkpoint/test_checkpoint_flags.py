@@ -60,7 +60,7 @@ def test_save_interval_and_format(tmp_path: Path) -> None:
     root = tmp_path / "ckpt"
     train_tiny(*saving(root, 4), "--ckpt-format", "torch_dist")
     assert sorted(path.name for path in root.iterdir()) == [
-        "iter_0000004", "iter_0000006", "latest_checkpointed_iteration.txt",
+        "iter_0000004", "iter_0000006", "latest_checkpointed_iteration.txt", "ledger.jsonl",
     ]  # fmt: skip
     assert (root / "latest_checkpointed_iteration.txt").read_text() == "6"
     assert documents(root / "iter_0000006", "metadata")["sharded_backend"] == "torch_dist"

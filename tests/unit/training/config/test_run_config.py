@@ -117,6 +117,9 @@ BASES = ("", f"{_EFFECTIVE} rope --use-rope-scaling",
          "--num-experts 4 --swiglu --ffn-hidden-size 64 --moe-shared-expert-intermediate-size 64",
          "--mtp-num-layers 2 --position-embedding-type rope",
          "--num-layers 2 --linear-attention-freq 2 --experimental-attention-variant gdn",
+         "--mamba-beside-attention --mamba-num-groups 2 --mamba-num-heads 4 --mamba-head-dim 8",
+         "--num-layers 2 --linear-attention-freq 2 --experimental-attention-variant gdn --apply-layernorm-1p "
+         "--normalization RMSNorm",
          "--num-layers 2 --hybrid-layer-pattern MK --mamba-num-groups 2 --mamba-num-heads 4 "
          "--mamba-head-dim 8 --linear-num-key-heads 4 --linear-num-value-heads 4 --linear-key-head-dim 8 "
          "--linear-value-head-dim 8")  # fmt: skip
