@@ -60,7 +60,7 @@ class StateMixerFields(PositionFields):
     """Factor on the input of Mamba-2 beside attention."""
     mamba_output_multiplier: float = flag(1.0, above=0, kind="function", needs=_BESIDE)
     """Factor on the output of Mamba-2 beside attention."""
-    mamba_section_multipliers: list[float] | None = flag(None, nargs="+", above=0, kind="function", needs=_MAMBA)
+    mamba_section_multipliers: list[float] | None = flag(None, nargs=5, above=0, kind="function", needs=_MAMBA)
     """Factors on the five sections of a Mamba-2 layer's first product: z, x, B, C and dt; 1 when not given."""
     mamba_state_dim: int = flag(128, minimum=1, maximum=65536, kind="shape", needs=_MAMBA)
     """Numbers that a Mamba-2 layer keeps for each channel of a head (N)."""
@@ -160,11 +160,6 @@ class StateMixerFields(PositionFields):
             yield (
                 f"{self.say('tensor_model_parallel_size')} cannot share {self.say('mamba_num_groups')}; use a divisor "
                 f"of {groups}, or a multiple of {ranks} groups"
-            )
-        if self.mamba_section_multipliers is not None and len(self.mamba_section_multipliers) != 5:
-            yield (
-                f"--mamba-section-multipliers has {len(self.mamba_section_multipliers)} numbers; give 5, for z, x, B, "
-                "C and dt"
             )
         if self.mamba_dt_max is not None and self.mamba_dt_max <= self.mamba_dt_min:
             yield f"{self.say('mamba_dt_max')} is not above {self.say('mamba_dt_min')}; raise it, or leave one out"

@@ -91,6 +91,8 @@ def another(setting: Setting, value: Any) -> Any:
     if setting.annotation == tuple[int, int] | None:
         return [5, 0]
     number = {int: 7, float: 7.5}.get(setting.value_type)
+    if isinstance(setting.nargs, int):
+        return [number] * setting.nargs
     return number if number is not None else 3 if setting.parse else "another"
 
 
