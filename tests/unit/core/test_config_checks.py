@@ -88,7 +88,8 @@ def test_values_are_judged_as_on_the_command_line(data: st.DataObject) -> None:
         expected = str(error)
     config_class = next(c for c in CONFIGS if flag.dest in get_settings(c))
     config = config_class(**CONFIGS[config_class])
-    setattr(config, flag.dest, [value] if flag.nargs in ("+", "*") else value)
+    count = 1 if flag.nargs in ("+", "*") else flag.nargs
+    setattr(config, flag.dest, [value] * count if isinstance(count, int) else value)
     found = [text for text in field_problems(config) if " is planned" not in text and " is not supported" not in text]
     assert found == ([] if expected is None else [expected])
 
