@@ -239,6 +239,7 @@ LEFT_OUT = {
     "optimizer": "likewise: dist_muon",
     "recompute_activations": "likewise, as all switches of GPTModelFlags",
     "window_size": "written as one text",
+    "dry_run_world_size": "a command line is judged for so many processes, in place of its launcher's",
 }
 DRAWN = {
     name: setting
