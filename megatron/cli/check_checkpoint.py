@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with a directory of checkpoints, and what to do about it. Changes nothing.
+"""Diagnosis of a directory of checkpoints, and the remedies. Changes nothing.
 
     python tools/checkpoint/doctor.py checkpoints
     python -m megatron doctor --save checkpoints     without a directory: this machine, or under torchrun all of them

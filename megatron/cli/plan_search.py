@@ -24,7 +24,7 @@ from megatron.training.recipes.gpt import describe_gpt_workload
 from megatron.training.recipes.vocabulary import build_tokenizer, compute_padded_vocab_size
 
 GAPS = 1.03
-"""What the allocator's gaps add to the bytes of tensors."""
+"""Share that the allocator's gaps add to the bytes of tensors."""
 _REFINED = 16
 """Divisions whose variants are tried."""
 _LEAST_TOKENS_PER_RANK = 2048
@@ -59,7 +59,7 @@ class Layout:
     legal: bool = True
     fits: bool = False
     memory_bytes: float | None = None
-    """That the device must hold: tensors, gaps between them, context, buffers of communication."""
+    """Bytes that the device must hold: tensors, gaps between them, context, buffers of communication."""
     step_bytes: float | None = None
     """Of the step's tensors on the fullest stage."""
     step_seconds: float | None = None
@@ -68,7 +68,7 @@ class Layout:
     parts: dict[str, float] = field(default_factory=dict)
     """Part of a step -> seconds."""
     why: str | None = None
-    """What stands against it, or how it compares with the fastest."""
+    """Reason against it, or how it compares with the fastest."""
 
     @property
     def name(self) -> str:
@@ -292,7 +292,7 @@ class Search:
 
 
 def compare(layout: Layout, best: Layout) -> str:
-    """Why a layout is slower than the best one: by how much, and the part of a step that grew most."""
+    """Say why a layout is slower than the best one: by how much, and the part of a step that grew most."""
     assert layout.step_seconds and best.step_seconds, "both were judged"
     slower = layout.step_seconds / best.step_seconds - 1
     grown = {part: seconds - best.parts.get(part, 0.0) for part, seconds in layout.parts.items()}

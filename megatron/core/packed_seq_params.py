@@ -49,7 +49,7 @@ class PackedSeqParams:
     seq_idx: Tensor | None = None
     """int [1, t], the document of each token: in place of bounds, or in agreement with them."""
     pad_between_seqs: bool | None = None
-    """Whether padding follows documents: the bounds say so, and this changes nothing."""
+    """True if padding follows documents: the bounds say so, and this changes nothing."""
     tokens_per_sample: Any = None
     """Refused: bounds say how long documents are."""
     _layout: TokenLayout | None = field(default=None, init=False, repr=False, compare=False)

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.kernels import launching
+from megatron.training.launch.dry_recorder import rms_norm
 from tests.fake_device import device
 
 _OURS = f"{Path(__file__).resolve().parents[2]}/megatron/"
@@ -292,26 +293,6 @@ def find_place() -> str:
 # ---- what a CPU build of torch would take apart
 
 
-class _RMSNorm(torch.autograd.Function):
-    """One kernel forward and one backward, which keeps a number for each row, as torch's CUDA kernels."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
-        rows = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
-        ctx.save_for_backward(x, weight, rows)
-        return torch.relu(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, _ = ctx.saved_tensors
-        return torch.relu(grads[0]), None if weight is None else torch.empty_like(weight)
-
-
-def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    result: Tensor = _RMSNorm.apply(x, weight)
-    return result
-
-
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
@@ -432,7 +413,7 @@ def replace_operations() -> None:
     dist.broadcast_object_list = _broadcast_object_list
     launching.launch = _launch_kernel
     _correct_wide_sums()
-    F.rms_norm = _rms_norm
+    F.rms_norm = rms_norm
     F.scaled_dot_product_attention = _attend
     FakeTensor.tolist = _tolist  # type: ignore[method-assign]
     torch.UntypedStorage.data_ptr = _find_address(torch.UntypedStorage.data_ptr)  # type: ignore[method-assign]

@@ -128,8 +128,8 @@ def arrange(chunk: Sequence[RankTensor], *, fused: bool, grouped: bool) -> list[
 
 
 def _place_in_mixer(tensor: RankTensor) -> tuple[bool, bool]:
-    """What a module has of its own comes before its parts, and upstream makes the output projection of attention before
-    what comes before it."""
+    """Order parameters as upstream registers them: a module's own come before its parts, and upstream makes the
+    output projection of attention before what comes before it."""
     is_in_part = "." in tensor.name.removeprefix(_owner(tensor))
     return is_in_part, ".self_attention.linear_proj." not in tensor.name
 

@@ -96,8 +96,10 @@ def _is_whole(value: Any) -> bool:
 
 
 def _parse_part(where: str, entry: dict[str, Any], names: tuple[str, ...], sizes: tuple[str, str]) -> Any:
-    """What a part is, and its size as (name, value), None for the model's own. names: either may be the part's; sizes:
-    the first counts where both are there."""
+    """Return what a part is, and its size as (name, value), None for the model's own.
+
+    names: either may be the part's; sizes: the first counts where both are there.
+    """
     name = next((name for name in names if isinstance(entry.get(name), dict)), None)
     if name is None:
         raise ConfigError(f"{where} has no {' or '.join(names)}; give an object, such as {{{sizes[1]!r}: null}}")

@@ -49,7 +49,7 @@ KIMI_GATES = ("g", "z")
 
 
 def list_kimi_sections(config: Config) -> dict[str, int]:
-    """What Kimi delta attention projects a token to, section by section."""
+    """List what Kimi delta attention projects a token to, section by section."""
     heads = config.linear_num_value_heads
     width = heads * config.linear_value_head_dim
     convolved, gates = dict.fromkeys(("query", "key", "value"), width), dict.fromkeys(KIMI_GATES, width)

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.parameters import fill_alone
 
 
 class UpstreamArguments(TypedDict, total=False):
-    """What upstream's column- and row-parallel layers take beside ours."""
+    """Arguments that upstream's column- and row-parallel layers take beside ours."""
 
     pg_collection: ProcessGroupCollection | None
     """The groups of which one divides the layer, unless tp_group does."""

@@ -44,7 +44,7 @@ class LocalSpecProvider:
         return self.norm_and_product is not None
 
     def column_parallel_layer_norm_linear(self) -> type | None:
-        """That module: a norm, then outputs divided."""
+        """Return that module: a norm, then outputs divided."""
         return self.norm_and_product
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any:

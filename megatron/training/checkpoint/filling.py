@@ -43,7 +43,8 @@ def fill_tensors(
 
 
 def name_as_saved(run: Run, path: Path, changes: list[Change], tensors: ShardedStateDict) -> ShardedStateDict:
-    """What to load in place of tensors from a checkpoint that may be of a GPT where this is a hybrid, or otherwise."""
+    """Return what to load in place of tensors, from a checkpoint that may be of a GPT where this is a hybrid, or the
+    other way round."""
     renamed = rename_tensors(tensors.values(), find_renaming(run, changes, path))
     return {tensor.key: tensor for tensor in renamed}
 
@@ -51,8 +52,9 @@ def name_as_saved(run: Run, path: Path, changes: list[Change], tensors: ShardedS
 def select_for_upstream(
     run: Run, path: Path, changes: list[Change], reshaped: Collection[str], *, with_optimizer: bool
 ) -> tuple[ShardedStateDict, ShardedStateDict]:
-    """What to load from a torch_dist checkpoint of upstream's: from `reshaped`, keys of optimizer state that was put
-    together, and from its files. There each section of a mixer is a tensor of its own, in flat buckets it is not."""
+    """Return what to load from a torch_dist checkpoint of upstream's: from `reshaped`, keys of optimizer state that was
+    put together, and from its files.
+    Each section there of a mixer is a tensor of its own; in flat buckets it is not."""
     whole = select_tensors(run, with_optimizer=with_optimizer)
     others = {key: tensor for key, tensor in whole.items() if key not in reshaped}
     sections = ask_for_sections(run.config.model, others)

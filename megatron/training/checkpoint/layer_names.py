@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a hybrid asks of checkpoints that name its tensors otherwise: a GPT's, and upstream's.
+"""Names of a hybrid's tensors in checkpoints that name them otherwise: a GPT's, and upstream's.
 
     hybrid *-*E, layers 0 to 3               GPT, layers 0 and 1
     decoder.layers.2.self_attention.*        decoder.layers.1.self_attention.*
@@ -112,7 +112,7 @@ def _pair_layers(letters: str, layers_of_both: int, source: str, *, may_be_fresh
 
 
 def rename_tensors(tensors: Iterable[ShardedTensor], rename: Rename) -> list[ShardedTensor]:
-    """What to load in place of tensors: the same memory under other names, without what has none."""
+    """Return what to load in place of tensors: the same memory under other names, without what has none."""
     renamed = []
     for tensor in tensors:
         fallback = None if tensor.fallback_key is None else rename(tensor.fallback_key)

@@ -33,7 +33,7 @@ _FRACTION_BITS = {2: (torch.int16, {torch.bfloat16: 6, torch.float16: 9}), 4: (t
 
 
 class StrikeNotes:
-    """Which faults have struck in the life of a run, restarts included."""
+    """Notes of the faults that have struck in the life of a run, restarts included."""
 
     def __init__(self, save: str | None) -> None:
         # Without --save, where all attempts of one launcher meet: they have the same parent.

@@ -19,7 +19,7 @@ class Deadlock:
     """Ranks that would hang, or exchange the wrong sizes."""
 
     ranks: tuple[int, ...]
-    """Those that differ from the others: the culprits, where they can be told."""
+    """Ranks that differ from the others: the culprits, where they can be told."""
     group: tuple[int, ...]
     sentence: str
 

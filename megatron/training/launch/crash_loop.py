@@ -86,7 +86,7 @@ class FailureRecord:
         return next((n for n, place in enumerate(reversed(places)) if place != places[-1]), len(places))
 
     def explain_loop(self, settings: str) -> str | None:
-        """Why a run with these settings is not to be started; None where it may be."""
+        """Say why a run with these settings is not to be started; None where it may be."""
         if self.count_repetitions() < MOST_FAILURES:
             return None
         last = self.read()[-1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a piece of a program asks of a device that does nothing: memory, products, kernels and collectives.
+"""Record of what a piece of a program asks of a device that does nothing: memory, products, kernels and collectives.
 
 Tensors are torch's fake ones, which have shapes and no values; collectives go to torch's fake process group, which
 answers at once. `ready()` puts stand-ins for what would need another process, and takes them away again.
@@ -53,11 +53,11 @@ class Call(NamedTuple):
     """Of the group; of a transfer the sender and the receiver."""
     bytes: int
     place: str
-    """Where in the program, as file:line."""
+    """Place in the program, as file:line."""
 
     @property
     def is_transfer(self) -> bool:
-        """Whether it goes from one rank to another."""
+        """True if it goes from one rank to another."""
         return self.op in ("send", "recv")
 
 
@@ -100,7 +100,7 @@ class DryRecorder(TorchDispatchMode):
         return result
 
     def read(self, tensor: Tensor, as_list: bool) -> Any:
-        """What the host reads: the answer, or zeros, in lists for a tensor with dimensions."""
+        """Return what the host reads: the answer, or zeros, in lists for a tensor with dimensions."""
         value = self.answer(tensor)
         if value is not None:
             return value
@@ -176,7 +176,8 @@ class _RMSNorm(torch.autograd.Function):
         return torch.relu(grads[0]), None if weight is None else torch.empty_like(weight)
 
 
-def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+def rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """Stand in for torch's kernel, which a CPU build would take apart: its shapes and memory, without its values."""
     result: Tensor = _RMSNorm.apply(x, weight)
     return result
 
@@ -213,7 +214,7 @@ def ready(recorder: DryRecorder) -> Iterator[None]:
     stand_ins: list[tuple[Any, str, Any]] = [
         (dist, "all_gather_object", all_gather_object), (dist, "broadcast_object_list", broadcast_object_list),
         (FakeTensor, "tolist", lambda tensor: recorder.read(tensor, True)),
-        (torch.UntypedStorage, "data_ptr", find_address), (F, "rms_norm", _rms_norm),
+        (torch.UntypedStorage, "data_ptr", find_address), (F, "rms_norm", rms_norm),
         # Where the program asks on what it computes: in the kernels of a GPU, which take and leave other memory.
         (products, "is_cpu", _is_never_cpu), (cross_entropy, "is_cpu", _is_never_cpu), (norms, "is_cpu", _is_never_cpu),
         (launching, "is_cpu", _is_never_cpu), (launching, "launch", launch),

@@ -58,7 +58,7 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass
 class RankReport:
-    """What one rank does in a step."""
+    """Report of what one rank does in a step."""
 
     rank: int
     peak_bytes: int
@@ -166,7 +166,7 @@ def make_batches(run: Run) -> Iterator[dict[str, Tensor]]:
 
 
 def share_evenly(config: RunConfig, tensor: Tensor) -> Any:
-    """What the host reads of experts: every rank sends and gets as many rows of tokens, and none is dropped."""
+    """Return what the host reads of experts: every rank sends and gets as many rows of tokens, and none is dropped."""
     model = config.model
     if model.num_moe_experts is None or tensor.dtype.is_floating_point or tensor.dtype.itemsize < 4:
         return None
@@ -203,7 +203,7 @@ def describe(
 def build_document(
     reports: Sequence[RankReport], world_size: int, ran: int, whole: int, deadlock: Deadlock | None
 ) -> dict[str, Any]:
-    """What --dry-run-json has."""
+    """Build what --dry-run-json has."""
     ranks = []
     for report in reports:
         counted = Counter((call.ranks, call.op, call.bytes) for call in report.calls)

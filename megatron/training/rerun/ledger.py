@@ -32,7 +32,7 @@ class Entry:
     blend: tuple[str, ...]
     """Sources of the samples, as --data-path names it."""
     skipped: str | None = None
-    """Why they were passed over; None: they were trained on."""
+    """Reason that they were passed over; None: they were trained on."""
 
 
 class Ledger:
