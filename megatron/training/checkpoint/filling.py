@@ -54,7 +54,7 @@ def select_for_upstream(
 ) -> tuple[ShardedStateDict, ShardedStateDict]:
     """Return what to load from a torch_dist checkpoint of upstream's: from `reshaped`, keys of optimizer state that was
     put together, and from its files.
-    Each section there of a mixer is a tensor of its own; in flat buckets it is not."""
+    There each section of a mixer is a tensor of its own; in flat buckets it is not."""
     whole = select_tensors(run, with_optimizer=with_optimizer)
     others = {key: tensor for key, tensor in whole.items() if key not in reshaped}
     sections = ask_for_sections(run.config.model, others)
