@@ -78,6 +78,12 @@ class TemporaryError(MegatronError):
     exit_code = 75
 
 
+class PreflightError(MegatronError):
+    """A machine of the job has failed a check before the first step; on others the same command may be right."""
+
+    exit_code = 1
+
+
 class NonFiniteError(MegatronError):
     """A loss or a gradient is not a number; starting again as it is would only repeat it. iteration: in which it became
     so, counted from 1; None for the one under way. is_explained: it has been looked for the first such value."""

@@ -91,7 +91,7 @@ def _list_limits() -> Iterator[HostMemory]:
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY:
         yield HostMemory(soft, "ulimit -v allows")
-    for directory in _list_control_groups():
+    for directory in list_control_groups():
         limit = _read_number(directory / "memory.max")
         # Without the file of the swap there is no saying how much more the group may have.
         group_swap = _read_number(directory / "memory.swap.max")
@@ -102,13 +102,14 @@ def _list_limits() -> Iterator[HostMemory]:
             yield HostMemory(limit + swap, "this container may have")
 
 
-def _list_control_groups() -> Iterator[Path]:
+def list_control_groups(controller: str = "memory") -> Iterator[Path]:
     """Directories of the control groups that this process is in, of version 2 and of version 1, up to the root."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            root = Path("/sys/fs/cgroup") / ("memory" if "memory" in controllers.split(",") else "")
-            if controllers in ("", "memory") or "memory" in controllers.split(","):
+            is_first_version = controller in controllers.split(",")
+            root = Path("/sys/fs/cgroup") / (controllers if is_first_version else "")
+            if controllers == "" or is_first_version:
                 inside = root / path.lstrip("/")
                 # In a container the path may be the host's, and the container's own group the root.
                 yield from (inside, *(above for above in inside.parents if above.is_relative_to(root)))

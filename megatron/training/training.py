@@ -26,6 +26,7 @@ from megatron.training.launch.initialize import (
     shut_down,
 )
 from megatron.training.launch.memory_limits import explain_memory_shortage
+from megatron.training.launch.preflight import check_before_training
 from megatron.training.loop import train
 from megatron.training.recipes.build import wrap_providers
 from megatron.training.recipes.recipe import Recipe
@@ -157,6 +158,8 @@ def _set_up_and_train(config: RunConfig, recipe: Recipe, hooks: Sequence[Hook]) 
         raise TemporaryError(problem) from error
     CurrentRun.show(timers=run.timers)
     try:
+        if config.reliability.preflight:
+            check_before_training(run, process.launch, process.groups)
         if config.checkpoint.ckpt_convert_format is None:
             train(run)
         else:

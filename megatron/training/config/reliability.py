@@ -129,6 +129,10 @@ class ReliabilityConfig(CheckedConfig):
     )
     """A step that makes no progress for so long is taken for hung: the rank that the others wait for is named, and the
     job ends with exit code 75, to be started again. When not given, it follows from the first steps; 0: never."""
+    preflight: bool = False
+    """Before the first step, try the machines of all ranks as `python -m megatron doctor` does, the groups of the
+    layout, and the disk of --save with its room for the run's checkpoints. A check that fails ends the run with exit
+    code 1, and names the host."""
     # kind "numerics": NaNs and flipped bits change what is computed.
     simulate_fault: list[str] = flag(
         default_factory=list, nargs="+", metavar="KIND:RANK,ITERATION[,VALUE]", repeats=True, kind="numerics"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.cli import check_checkpoint
-from megatron.cli.check_machine import Measured, judge
+from megatron.training.launch.machine_checks import Measured, judge
 from tests.functional.pretrain_runs import ROOT, environment, finish, free_port
 from tests.programs import Program
 
@@ -69,6 +69,21 @@ def test_the_bad_host_is_named(change: dict[str, Any], name: str) -> None:
     ranks[3] = dataclasses.replace(ranks[3], **change)
     failed = [check for check in judge(ranks) if not check.is_good]
     assert [(check.where, check.name.startswith(name)) for check in failed] == [("b (rank 3)", True)]
+
+
+def _with_sums(rank: int, group: int, speed: float, expected: float | None = None) -> Measured:
+    sums: dict[str, float | None] = {"bytes_per_second": speed, "expected": expected}
+    return dataclasses.replace(GOOD, rank=rank, host="ab"[group], groups={"tensor": sums})
+
+
+def test_a_group_that_is_slower_than_its_like_or_than_its_links_is_named() -> None:
+    speeds = [1e9] * 6 + [4e8] * 2
+    failed = [c for c in judge([_with_sums(r, r // 6, v) for r, v in enumerate(speeds)]) if not c.is_good]
+    assert [(c.name, c.where) for c in failed] == [("speed of sums, tensor", "b (rank 6), b (rank 7)")]
+    # All alike, and all far from what such links do.
+    failed = [c for c in judge([_with_sums(r, r // 6, 1e9, 2e11) for r in range(8)]) if not c.is_good]
+    assert [(c.name, "200" in c.found or "186" in c.found) for c in failed] == [("speed of sums, tensor", True)]
+    assert all(c.is_good for c in judge([_with_sums(r, r // 6, 1e11, 2e11) for r in range(8)]))
 
 
 def test_all_ranks_of_a_job_are_looked_at() -> None:

@@ -218,7 +218,7 @@ def test_absurd_sizes_are_refused_in_a_sentence(flags: str, words: str, tmp_path
 
 
 def test_limits_of_containers_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "_list_control_groups", lambda: iter([tmp_path]))
+    monkeypatch.setattr(host_memory, "list_control_groups", lambda: iter([tmp_path]))
     machine = read_host_memory().total_bytes
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.swap.max").write_text("500\n")
