@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megatron.cli.trained import add_model_arguments, open_model, speaks
 from megatron.core.errors import ConfigError, DataError, command_line, say
 from megatron.training.flags.argument import ProgramParser, path
 
@@ -42,10 +43,8 @@ class Window(NamedTuple):
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The command line. A mistake in it raises ConfigError."""
     parser = ProgramParser(__doc__, see="evaluate --help")
-    add = parser.add_argument
-    add("--load", metavar="DIR", required=True, type=path, help="directory of checkpoints, or one iter_ directory")
-    add("--ckpt-step", metavar="N", type=int, help="iteration to load (the latest)")
-    add("--bf16", action="store_true", help="compute in bfloat16")
+    add_model_arguments(parser)
+    add = parser.add_argument_group("what to measure").add_argument
     add("--data", metavar="FILE", type=path, nargs="+", default=[], help="JSON lines, a document in each")
     add("--json-key", metavar="NAME", default="text", help="the key of a line's text (text)")
     add("--seq-length", metavar="N", type=int, help="tokens of a window (the model's context)")
@@ -122,7 +121,7 @@ def measure_documents(engine: Engine, documents: Sequence[list[int]], stride: in
         for (index, each), request in zip(windows, engine.run(requests), strict=True):
             losses[index] += [-entry.logprob for entry in request.read_logprobs[each.scored - each.first - 1 :]]
         yield from losses
-        if time.monotonic() - shown > 2:
+        if time.monotonic() - shown > 2 and speaks():
             shown = time.monotonic()
             say(f"{start + len(some)} of {len(documents)} documents", sys.stderr)
 
@@ -166,20 +165,21 @@ def build_engine(trained: TrainedModel, arguments: argparse.Namespace) -> Engine
 
 def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
     """The results of a command line, as --output has them."""
-    from megatron.training.checkpoint.trained_model import load_trained_model
-
     texts = {str(file): [*read_documents(file, arguments.json_key, arguments.limit)] for file in arguments.data}
-    trained = load_trained_model(arguments.load, arguments.ckpt_step, bf16=arguments.bf16)
-    engine, found = build_engine(trained, arguments), dict[str, Any]()
-    for name, documents in texts.items():
-        ids = trained.tokenizer.tokenize_batch(documents)
-        row = summarise([*measure_documents(engine, ids, arguments.stride)])
-        found.setdefault("files", {})[name] = row
-        print(f"{name}: perplexity {row['perplexity']:.4f}, loss {row['loss']:.6f}, {row['tokens']} tokens", flush=True)
-    if arguments.tasks is not None:
-        from megatron.cli.harness_tasks import run_tasks
+    with open_model(arguments) as trained:
+        engine, found = build_engine(trained, arguments), dict[str, Any]()
+        for name, documents in texts.items():
+            ids = trained.tokenizer.tokenize_batch(documents)
+            row = summarise([*measure_documents(engine, ids, arguments.stride)])
+            found.setdefault("files", {})[name] = row
+            print(
+                f"{name}: perplexity {row['perplexity']:.4f}, loss {row['loss']:.6f}, {row['tokens']} tokens",
+                flush=True,
+            )
+        if arguments.tasks is not None:
+            from megatron.cli.harness_tasks import run_tasks
 
-        found |= run_tasks(engine, trained.tokenizer, arguments)
+            found |= run_tasks(engine, trained.tokenizer, arguments)
     return found
 
 
@@ -188,7 +188,7 @@ def main() -> int:
     """Read the command line, evaluate, print and write."""
     arguments = parse_arguments(sys.argv[1:])
     found = evaluate(arguments)
-    if arguments.output is not None:
+    if arguments.output is not None and speaks():
         from megatron.core.dist_checkpointing.durable import replace_file
 
         replace_file(arguments.output, json.dumps(found, indent=1, default=str).encode())

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.cli.chat import History, Messages, Text, read_lines, talk
+from megatron.cli.trained import add_model_arguments, open_model, read_world_size, speaks
 from megatron.core.errors import ConfigError, command_line
 from megatron.training.flags.argument import ProgramParser, path
 
@@ -35,9 +36,8 @@ _UNKNOWN_LENGTH = 2048
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The command line. A mistake in it raises ConfigError."""
     parser = ProgramParser("Continue texts with a trained model.", see="generate.py --help")
+    add_model_arguments(parser)
     add = parser.add_argument_group("what to continue").add_argument
-    add("--load", metavar="DIR", required=True, type=path, help="directory of checkpoints, or one iter_ directory")
-    add("--ckpt-step", metavar="N", type=int, help="iteration to load (the latest)")
     add("--prompt", metavar="TEXT", action="append", default=[], help="text to continue; may be repeated")
     add("--prompts-file", metavar="FILE", type=path, help="file with one prompt on each line")
     add("--chat", action="store_true", help="talk with the model; one that is not tuned for it continues the text")
@@ -53,7 +53,6 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument_group("other").add_argument
     help = "draft tokens with the model's multi-token prediction: fewer passes, the same greedy text"
     add("--speculate", action="store_true", help=help)
-    add("--bf16", action="store_true", help="compute in bfloat16: half the memory; rounding may decide between tokens")
     add("--no-kv-cache", action="store_true", help="compute every position anew for every token: slow, for checks")
     return parser.parse_args(argv)
 
@@ -72,22 +71,27 @@ def read_prompts(texts: Sequence[str], file: Path | None) -> list[str]:
     return prompts
 
 
-def load_model(arguments: argparse.Namespace) -> tuple[TrainedModel, Sampling]:
-    """The model of the command line, and how its tokens are chosen."""
-    # torch takes seconds to import: mistakes in the command line are found before that.
+def read_sampling(arguments: argparse.Namespace) -> Sampling:
+    """The choice of tokens that the command line asks for."""
     from megatron.core.inference.sampling import Sampling
-    from megatron.training.checkpoint.trained_model import load_trained_model
 
-    sampling = Sampling(
+    return Sampling(
         greedy=arguments.greedy,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         seed=arguments.seed,
     )
-    trained = load_trained_model(arguments.load, arguments.ckpt_step, bf16=arguments.bf16)
-    print(f"model: {trained.path}", file=sys.stderr, flush=True)
-    return trained, sampling
+
+
+@contextlib.contextmanager
+def load_model(arguments: argparse.Namespace) -> Iterator[tuple[TrainedModel, Sampling]]:
+    """The model of the command line, and how its tokens are chosen."""
+    sampling = read_sampling(arguments)
+    with open_model(arguments) as trained:
+        if speaks():
+            print(f"model: {trained.path}", file=sys.stderr, flush=True)
+        yield trained, sampling
 
 
 @contextlib.contextmanager
@@ -100,16 +104,16 @@ def open_speculation(arguments: argparse.Namespace, trained: TrainedModel) -> It
 
     speculation = PredictionDrafter(trained.model)
     yield speculation
-    print(speculation.describe(), file=sys.stderr, flush=True)
+    if speaks():
+        print(speculation.describe(), file=sys.stderr, flush=True)
 
 
 def generate_continuations(arguments: argparse.Namespace, prompts: Sequence[str]) -> Iterator[str]:
     """Yield each prompt with what the model adds to it."""
     from megatron.core.inference.generate import generate
 
-    trained, sampling = load_model(arguments)
-    tokenizer = trained.tokenizer
-    with open_speculation(arguments, trained) as speculation:
+    with load_model(arguments) as (trained, sampling), open_speculation(arguments, trained) as speculation:
+        tokenizer = trained.tokenizer
         for start in range(0, len(prompts), arguments.batch_size):
             ids = tokenizer.tokenize_batch(prompts[start : start + arguments.batch_size])
             completions = generate(
@@ -130,9 +134,15 @@ def generate_continuations(arguments: argparse.Namespace, prompts: Sequence[str]
 
 def hold_conversation(arguments: argparse.Namespace) -> None:
     """Read messages from standard input and answer them, until there are no more."""
+    with load_model(arguments) as (trained, sampling), open_speculation(arguments, trained) as speculation:
+        _talk(arguments, trained, sampling, speculation)
+
+
+def _talk(
+    arguments: argparse.Namespace, trained: TrainedModel, sampling: Sampling, speculation: PredictionDrafter | None
+) -> None:
     from megatron.core.inference.generate import generate
 
-    trained, sampling = load_model(arguments)
     # Rotary positions end nowhere; beyond the length of training they say little.
     length = trained.max_sequence_length or trained.config.data.seq_length or _UNKNOWN_LENGTH
     # A small context is shared between what was said and the answer.
@@ -162,8 +172,7 @@ def hold_conversation(arguments: argparse.Namespace) -> None:
         )
         return completion.ended_by == "length"
 
-    with open_speculation(arguments, trained) as speculation:
-        talk(history, answer, read_lines())
+    talk(history, answer, read_lines())
 
 
 @command_line
@@ -173,6 +182,8 @@ def main() -> int:
     if arguments.max_new_tokens is None:
         arguments.max_new_tokens = 512 if arguments.chat else 64
     if arguments.chat:
+        if read_world_size() > 1:
+            raise ConfigError("--chat is a conversation with one process; leave out torchrun, or start the server")
         if arguments.prompt or arguments.prompts_file is not None:
             raise ConfigError("--chat reads what is typed, or piped; leave out --prompt and --prompts-file")
         if arguments.max_new_tokens < 1:

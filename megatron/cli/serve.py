@@ -17,15 +17,19 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron.core.errors import ConfigError, command_line, say
+from megatron.cli.trained import add_model_arguments, open_model, speaks
+from megatron.core.errors import ConfigError, TemporaryError, command_line, say
 from megatron.training.flags.argument import ProgramParser, path
+
+if TYPE_CHECKING:
+    from megatron.core.inference.engine import Engine
+    from megatron.serving.answers import ServedModel
+    from megatron.training.checkpoint.trained_model import TrainedModel
 
 GRACE_SECONDS = 5.0
 """After SIGTERM, for what is being written."""
-EXIT_LOST = 75
-"""The model failed: try again."""
 _KEY_VARIABLE = "MEGATRON_API_KEY"
 _UNKNOWN_LENGTH = 2048
 """Tokens of a text, where neither the model nor its training says how many."""
@@ -34,12 +38,9 @@ _UNKNOWN_LENGTH = 2048
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The command line. A mistake in it raises ConfigError."""
     parser = ProgramParser(__doc__, see="serve --help")
-    add = parser.add_argument_group("the model").add_argument
-    add("--load", metavar="DIR", required=True, type=path, help="directory of checkpoints, or one iter_ directory")
-    add("--ckpt-step", metavar="N", type=int, help="iteration to load (the latest)")
-    add("--bf16", action="store_true", help="compute in bfloat16: half the memory")
-    add("--served-model-name", metavar="NAME", help="what clients call the model (the directory's name)")
+    add_model_arguments(parser)
     add = parser.add_argument_group("the server").add_argument
+    add("--served-model-name", metavar="NAME", help="what clients call the model (the directory's name)")
     add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine alone)")
     add("--port", metavar="N", type=int, default=5000, help="port (5000); 0: any that is free")
     add("--api-key", metavar="KEY", help=f"what clients must send; else {_KEY_VARIABLE} of the environment")
@@ -107,14 +108,12 @@ def start_server(application: Any, listening: socket.socket) -> tuple[Any, threa
     return server, thread
 
 
-def build_engine(arguments: argparse.Namespace) -> tuple[Any, Any]:
+def build_engine(arguments: argparse.Namespace, trained: TrainedModel) -> tuple[Engine, ServedModel]:
     """The engine, and what the server knows of its model."""
     from megatron.core.inference.engine import Engine, EngineSettings
     from megatron.core.inference.speculation import Drafter, PredictionDrafter, PromptLookup
     from megatron.serving.answers import ServedModel
-    from megatron.training.checkpoint.trained_model import load_trained_model
 
-    trained = load_trained_model(arguments.load, arguments.ckpt_step, bf16=arguments.bf16)
     longest = trained.max_sequence_length or trained.config.data.seq_length or _UNKNOWN_LENGTH
     asked = arguments.inference_max_seq_length
     if asked is not None and trained.max_sequence_length is not None and asked > longest:
@@ -148,30 +147,34 @@ def serve(arguments: argparse.Namespace, environment: dict[str, str]) -> int:
     keys = read_keys(arguments, environment)
     is_local = arguments.host in ("127.0.0.1", "localhost", "::1")
     service = Service(arguments.max_waiting)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # A launcher sends it to all processes; those that follow end when rank 0 says so.
+        signal.signal(number, lambda *_: service.drain(GRACE_SECONDS))
+    if not speaks():
+        with open_model(arguments) as trained:
+            service.run(build_engine(arguments, trained)[0])
+        return 0
     limits = Limits(request_seconds=arguments.request_timeout, api_keys=keys, is_local=is_local)
     application = Application(service, limits)
     listening = open_socket(arguments.host, arguments.port)
     server, thread = start_server(application, listening)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: service.drain(GRACE_SECONDS))
     address = f"http://{arguments.host}:{listening.getsockname()[1]}"
     say(f"listening on {address}, loading the model", sys.stderr)
     if not is_local and not keys:
         say("warning: everybody who reaches this address may use the model; give --api-key", sys.stderr)
-    code = 0
     try:
-        engine, application.served = build_engine(arguments)
-        if service.state == "loading":
-            say(f"ready: {application.served.name} at {address}", sys.stderr)
+        with open_model(arguments) as trained:
+            engine, application.served = build_engine(arguments, trained)
+            if service.state == "loading":
+                say(f"ready: {application.served.name} at {address}", sys.stderr)
             service.run(engine)
     except RuntimeError as error:
-        say(f"error: the model failed: {error}", sys.stderr)
-        code = EXIT_LOST
+        raise TemporaryError(f"the model failed: {error}") from error
     finally:
         server.should_exit = True
         thread.join(timeout=4)
         listening.close()
-    return code
+    return 0
 
 
 @command_line

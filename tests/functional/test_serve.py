@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.functional.pretrain_runs import ROOT, environment, run
+from tests.functional.pretrain_runs import ROOT, environment, finish, free_port, run
+from tests.programs import Program
 from tests.support.tiny_training import train_tiny
 
 ANY_PORT = ("--host", "127.0.0.1", "--port", "0")
@@ -76,3 +79,57 @@ def test_bad_input_is_one_sentence(checkpoints: Path, tmp_path: Path) -> None:
     ):
         done = run(("serve", *arguments), program=str(ROOT / "megatron" / "__main__.py"))
         assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def start_ranks(program: str, arguments: Sequence[str | Path], log: Path | None = None) -> list[Program]:
+    """A program on two processes, with the variables that torchrun gives them."""
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    command = [ROOT / "megatron" / "__main__.py", program, *arguments]
+    return [
+        Program(
+            command,
+            environment({**job, "RANK": str(rank), "LOCAL_RANK": str(rank)}),
+            ROOT,
+            None if log is None else log.open("a"),
+        )
+        for rank in range(2)
+    ]
+
+
+def read_address(log: Path) -> str:
+    """The server's address, once it is ready."""
+    for _ in range(600):
+        if "ready: tiny at " in log.read_text():
+            return log.read_text().split("ready: tiny at ")[1].split()[0]
+        time.sleep(0.2)
+    raise AssertionError(log.read_text())
+
+
+def test_a_model_on_two_processes(checkpoints: Path, tmp_path: Path) -> None:
+    """Every program gives what one process gives; one that loses the other says so, and ends with 75."""
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"text": "3 4 5 6 7 8 9"}\n')
+    prompt = ("--load", checkpoints, "--prompt", "3 4 5", "--greedy", "--max-new-tokens", "7")
+    log = tmp_path / "log"
+    serving = start_ranks("serve", ("--load", checkpoints, *ANY_PORT), log)  # tensor parallelism, as nothing is said
+    stages = start_ranks("generate", (*prompt, "--pipeline-model-parallel-size", "2"))
+    measure = ("--load", checkpoints, "--data", texts, "--output")
+    measuring = start_ranks("evaluate", (*measure, tmp_path / "two", "--tensor-model-parallel-size", "2"))
+    try:
+        expected = run(prompt, program="tools/generate.py").stdout
+        assert [done.stdout for done in finish(stages)] == [expected, ""]
+        assert run(("evaluate", *measure, tmp_path / "one"), program=str(ROOT / "megatron/__main__.py")).returncode == 0
+        assert [done.returncode for done in finish(measuring)] == [0, 0]
+        one, two = (json.loads((tmp_path / name).read_text())["files"][str(texts)]["loss"] for name in ("one", "two"))
+        assert one == pytest.approx(two, abs=1e-5)
+        with httpx.Client(base_url=read_address(log), timeout=100) as client:
+            body = {"prompt": "3 4 5", "temperature": 0, "max_tokens": 7}
+            answer = client.post("/v1/completions", json=body).json()
+            assert f"3 4 5 {answer['choices'][0]['text'].strip()}" == expected.strip()
+            serving[1].kill()
+            assert client.post("/v1/completions", json=body).status_code == 503
+        assert serving[0].wait(timeout=100) == 75
+        assert "rank 1 has ended" in log.read_text()
+    finally:
+        for program in (*serving, *stages, *measuring):
+            program.kill()

@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint as something to use: its settings, its tokenizer and its model with the trained weights, on one
-process."""
+"""A checkpoint as something to use: its settings, its tokenizer and its model with the trained weights, on one process
+or divided over several."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from megatron.core.config_base import get_settings, restore
 from megatron.core.device import current_device, is_cuda
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.diagnosis import explain_other_content
 from megatron.core.dist_checkpointing.mapping import model_state
 from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.mesh import size_problems
 from megatron.core.paths import explain_no_directory
 from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -33,6 +36,14 @@ if TYPE_CHECKING:
     from torch import nn
 
     from megatron.core.tokenizers.base import Tokenizer
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+LAYOUT = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)  # fmt: skip
+"""Fields of TransformerConfig that say how processes share a model that is used."""
 
 
 @dataclass(frozen=True)
@@ -60,27 +71,51 @@ class TrainedModel:
         return self.recipe.vocab_size
 
 
-def load_trained_model(root: Path, iteration: int | None = None, *, bf16: bool = False) -> TrainedModel:
+def read_trained_config(
+    root: Path,
+    iteration: int | None = None,
+    *,
+    bf16: bool = False,
+    layout: Mapping[str, int] | None = None,
+    ranks: int = 1,
+) -> RunConfig:
+    """The settings with which the model of a checkpoint is used by so many processes.
+
+    layout: fields of LAYOUT and their values. Where there are none it is that of the run that saved the checkpoint, if
+    it had so many processes, or else tensor parallelism over all of them. Raises CheckpointError when there is no
+    checkpoint of ours, ConfigError for a layout that does not fit the model or the processes.
+    """
+    return _read_config(_find(root, iteration, ProcessGroupCollection.single()).path, bf16, layout or {}, ranks)
+
+
+def load_trained_model(
+    root: Path,
+    iteration: int | None = None,
+    *,
+    bf16: bool = False,
+    layout: Mapping[str, int] | None = None,
+    groups: ProcessGroupCollection | None = None,
+) -> TrainedModel:
     """The model of a checkpoint directory (or of one `iter_...` directory): the latest, or the given iteration.
 
     It computes in float32, whatever it was trained in: rounding then never decides between two tokens, so a key-value
     cache changes nothing. bf16: half the memory, without that promise. The tokenizer's files are taken from the
-    checkpoint where it has them. Raises CheckpointError when there is no undamaged checkpoint of ours, ConfigError or
-    DataError when its tokenizer's files are gone.
+    checkpoint where it has them. groups: of the processes that hold the model together, divided as layout says (see
+    read_trained_config); all of them call this. Raises CheckpointError when there is no undamaged checkpoint of ours,
+    ConfigError or DataError when its tokenizer's files are gone.
     """
     # Whatever layout the model was trained in: entries of a checkpoint are whole tensors to a loader.
-    groups = ProcessGroupCollection.single()
-    found = serialization.find(root, iteration, groups.world)
-    if found is None:
-        what = explain_no_directory(root) or "; ".join(explain_other_content(root) or ["holds no checkpoint"])
-        raise CheckpointError(f"--load {root} {what}")
-    config = _read_config(found.path, bf16)
+    groups = groups or ProcessGroupCollection.single()
+    found = _find(root, iteration, groups)
+    config = _read_config(found.path, bf16, layout or {}, groups.world.size())
     device = current_device()
     if not is_cuda(device):
         replace_gpu_settings(config)  # the numbers are the same, and nobody asks for a kernel here
     recipe = build_recipe(config)
     with torch.device(device):
-        model = recipe.build_model(pre_process=True, post_process=True, pg_collection=groups)
+        model = recipe.build_model(
+            pre_process=groups.is_first_stage, post_process=groups.is_last_stage, pg_collection=groups
+        )
     # Rows beyond the vocabulary are padding, whose number depends on the layout of the saving run.
     declare_vocabulary(model, recipe.vocab_size)
     parameters = ((parameter, get_placement(parameter, name)) for name, parameter in list_parameters(model))
@@ -89,8 +124,16 @@ def load_trained_model(root: Path, iteration: int | None = None, *, bf16: bool =
     return TrainedModel(found.path, config, recipe, model.eval())
 
 
-def _read_config(path: Path, bf16: bool) -> RunConfig:
-    """The checkpoint's settings, for one process in this number format, with the tokenizer files it carries."""
+def _find(root: Path, iteration: int | None, groups: ProcessGroupCollection) -> serialization.FoundCheckpoint:
+    found = serialization.find(root, iteration, groups.world)
+    if found is None:
+        what = explain_no_directory(root) or "; ".join(explain_other_content(root) or ["holds no checkpoint"])
+        raise CheckpointError(f"--load {root} {what}")
+    return found
+
+
+def _read_config(path: Path, bf16: bool, layout: Mapping[str, int], ranks: int) -> RunConfig:
+    """The checkpoint's settings, for these processes in this number format, with the tokenizer files it carries."""
     content = serialization.read_document(path, CONFIG)
     try:
         # Settings of another release may lack names, or have values of types that no longer fit.
@@ -98,4 +141,38 @@ def _read_config(path: Path, bf16: bool) -> RunConfig:
         model = config.model.on_one_process(bf16=bf16, fp16=False, params_dtype=None)
     except (ConfigError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path / CONFIG}.json holds settings that this release cannot use: {error}") from error
-    return config.with_groups(model=model, tokenizer=use_saved_files(config.tokenizer, path))
+    if ranks > 1 or layout:
+        model = _divide(config.model, model, layout, ranks)
+    return config.with_groups(model=model, tokenizer=use_saved_files(config.tokenizer, path), world_size=ranks)
+
+
+def _divide(
+    saved: TransformerConfig, whole: TransformerConfig, layout: Mapping[str, int], ranks: int
+) -> TransformerConfig:
+    """The model over so many processes: as `layout` says, else as it was saved, else by tensor parallelism."""
+    kept = {name: getattr(saved, name) for name in LAYOUT}
+    options = [dict(layout)] if layout else [kept, {"tensor_model_parallel_size": ranks}]
+    sizes = next((each for each in options if not list(_list_size_problems(each, ranks))), options[-1])
+    problems = [*_list_size_problems(sizes, ranks)]
+    # The ranks of a group of tensor parallelism read a share of the tokens each before experts get theirs.
+    sizes["sequence_parallel"] = sizes.get("tensor_model_parallel_size", 1) > 1 and whole.num_moe_experts is not None
+    values = {name: getattr(whole, name) for name in get_settings(type(whole))}
+    model = restore(type(whole), values | sizes)
+    problems += model.problems()
+    if problems:
+        raise ConfigError(problems)
+    return model
+
+
+def _list_size_problems(layout: Mapping[str, int | None], ranks: int) -> Iterator[str]:
+    tp, pp, ep = (layout.get(name) or 1 for name in LAYOUT[:3])
+    etp = layout.get(LAYOUT[3]) or tp
+    problems = size_problems(ranks, {"tp": tp, "pp": pp, "ep": ep, "etp": etp, "cp": 1})
+    yield from problems
+    used = pp * max(tp, ep * etp)
+    if not problems and used != ranks:
+        # Copies of the model would all do the same work.
+        yield (
+            f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} --expert-model-parallel-size {ep} "
+            f"use {used} of {ranks} processes; start {used}, or give a layout of {ranks}"
+        )
