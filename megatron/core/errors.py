@@ -10,6 +10,7 @@
 | MemoryShortageError | 2    | more memory than the device or the machine has                 |
 | StorageError   | 74        | the disk: full, failing, read-only (EX_IOERR)                  |
 | TemporaryError | 75        | worth starting again: a lost peer, --save in use (EX_TEMPFAIL) |
+| DriftError     | 75        | replicas of a weight differ: starting again loads equal ones   |
 | NonFiniteError | 17        | a loss or a gradient became NaN or infinite                    |
 | RerunError     | 16        | worth starting again elsewhere: is it the device or the model? |
 | CrashError     | 70        | a process died by a fault of its own, such as SIGSEGV          |
@@ -36,6 +37,8 @@ class MegatronError(Exception):
     """An error whose text is meant for the user: what, where, found, expected, remedy."""
 
     exit_code = 2
+    questions_state = False
+    """The weights themselves may be wrong, so that they are not saved on account of the error."""
 
 
 class ConfigError(MegatronError):
@@ -84,11 +87,18 @@ class PreflightError(MegatronError):
     exit_code = 1
 
 
+class DriftError(TemporaryError):
+    """Replicas that must hold the same weights do not; the last checkpoint is from before."""
+
+    questions_state = True
+
+
 class NonFiniteError(MegatronError):
     """A loss or a gradient is not a number; starting again as it is would only repeat it. iteration: in which it became
     so, counted from 1; None for the one under way. is_explained: it has been looked for the first such value."""
 
     exit_code = 17
+    questions_state = True
 
     def __init__(self, sentence: str, iteration: int | None = None, *, is_explained: bool = False) -> None:
         self.iteration, self.is_explained = iteration, is_explained
@@ -99,6 +109,7 @@ class RerunError(MegatronError):
     """A result is wrong, and wrong again when it is computed again; another device is to say which of them errs."""
 
     exit_code = 16
+    questions_state = True
 
 
 class CrashError(MegatronError):

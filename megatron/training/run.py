@@ -133,6 +133,10 @@ def list_none(ranks: Sequence[int]) -> list[int]:
     return []
 
 
+def ignore_peers() -> None:
+    """There are none, or nothing can be done about them."""
+
+
 @dataclass
 class Run:
     """One process's share of a training run: everything a step or a hook needs, built once by `setup`.
@@ -194,6 +198,8 @@ class Run:
     """The checkpoint that the run continues from; None for a run that starts afresh, or from weights alone."""
     list_ended_ranks: Callable[[Sequence[int]], list[int]] = list_none
     """Function that returns the ranks among these that have ended; none where that cannot be found out."""
+    leave_groups: Callable[[], None] = ignore_peers
+    """Function that ends this rank's connections, after an error, so that peers that wait for it meet one, too."""
     saved_progress: Progress | None = None
     """Position of the run when its newest complete checkpoint was taken, which may be some steps ago."""
     tensorboard_writer: Any = None

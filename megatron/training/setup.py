@@ -54,7 +54,7 @@ from megatron.training.launch.memory_limits import refuse_oversize
 from megatron.training.metrics import Metrics
 from megatron.training.recipes.attention_logits import AttentionLogits
 from megatron.training.recipes.recipe import Recipe
-from megatron.training.run import Hook, HookContext, Place, Progress, Run, list_none
+from megatron.training.run import Hook, HookContext, Place, Progress, Run, ignore_peers, list_none
 
 
 def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[Hook] = ()) -> Run:
@@ -141,6 +141,7 @@ def build_run(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequen
         metrics=Metrics(config.logger.log_interval),
         timers=timers,
         list_ended_ranks=list_none if process.presence is None else process.presence.list_ended,
+        leave_groups=ignore_peers if process.connections is None else process.connections.cut,
         flops_per_token=recipe.count_flops_per_token([chunk.module for chunk in model]),
         evaluation_shape=compute_activation_shape(
             config.model,

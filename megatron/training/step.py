@@ -36,6 +36,7 @@ def train_step(run: Run, batches: Iterator[Batch]) -> StepResult:
     run.progress.advance(samples, skipped=update.skipped)
     if not update.skipped:
         run.scheduler.step(samples)
+    run.optimizer.is_changing = False
 
     return StepResult(
         losses=reduce_losses(run, run.microbatch_losses),

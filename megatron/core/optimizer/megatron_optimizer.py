@@ -110,6 +110,9 @@ class MegatronOptimizer(UpstreamMethods):
         )
         self._states = [state for group in self._groups for state in group.states]
         self._units = list(_update_units(self.model_chunks, self._groups))
+        self.is_changing = False
+        """Weights and state may be of two moments: from the first change of an update until its step is counted (the
+        caller of `step` says that it is), and while a checkpoint is loaded in the middle of a run."""
         self.defers_check = False
         """True if `step` may leave it to its caller to find out from the gradient norm, later, that gradients were not
         finite. From such a step on nothing is updated any more, so that it makes no difference when that is; and the
@@ -263,6 +266,7 @@ class MegatronOptimizer(UpstreamMethods):
         found_inf = torch.maximum(found_inf, self._has_failed)
         if is_deferred:
             self._has_failed = found_inf
+        self.is_changing = True
         # A skipped update does not count: the bias correction goes by the updates that were made.
         self._step += 1.0 - found_inf
         # A fused kernel reads found_inf on the device and does nothing; other rules need the host to look, and wait.
@@ -293,6 +297,11 @@ class MegatronOptimizer(UpstreamMethods):
         if not may_skip and self.check_for_nan_in_grad and not self._has_failed.item():
             raise NonFiniteError(self._describe_non_finite(used_scale))
         return UpdateResult(succeeded, grad_norm)
+
+    @property
+    def has_failed(self) -> bool:
+        """True where `defers_check` has let a step pass whose gradients were not finite. Waits for the device."""
+        return bool(self._has_failed.item())
 
     def params_norm(self) -> Tensor:
         """Global L2 norm of the parameters (main parameters where there are any); a float32 scalar."""

@@ -8,7 +8,7 @@ for each rank; Python's and numpy's generators are numbers in a JSON document, o
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +37,9 @@ def build_sharded_rng_state(rank: int) -> ShardedStateDict:
     return {entry.key: entry for entry in entries}
 
 
-def build_rng_document(group: Group, layout: Mapping[str, int]) -> dict[str, Any]:
-    """Return what is not a tensor: one entry for each rank, and the sizes of the parallel axes."""
+def build_rng_document(group: Group, layout: Mapping[str, int], ranks: Collection[int]) -> dict[str, Any]:
+    """Return what is not a tensor: one entry for each rank, and the sizes of the parallel axes. ranks: those whose
+    numbers this process has, of which each is of one member of `group`."""
     # Both generators have states of a few thousand numbers: small enough for JSON, which can be looked at.
     version, internal, gauss_next = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
@@ -47,7 +48,8 @@ def build_rng_document(group: Group, layout: Mapping[str, int]) -> dict[str, Any
         "numpy": [str(name), [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
         "torch": {state: values.numel() for state, values in get_torch_states().items()},
     }
-    return {"layout": dict(layout), "ranks": all_gather_object(entry, group)}
+    entries = {rank: entry for ranks, entry in all_gather_object((tuple(ranks), entry), group) for rank in ranks}
+    return {"layout": dict(layout), "ranks": [entries[rank] for rank in sorted(entries)]}
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +79,13 @@ CONFIG = "config"
 
 
 def save_checkpoint(
-    run: Run, saver: AsyncSaver | None = None, *, non_persistent_root: Path | None = None
+    run: Run, saver: AsyncSaver | None = None, *, non_persistent_root: Path | None = None, ranks: Collection[int] = ()
 ) -> Path | None:
     """Save the run to --save as `iter_<iteration>` and return the directory. Every rank calls this.
 
     saver: only begin it, return None, and let this one go on while training does. non_persistent_root: save there
-    instead. Raises StorageError on every rank when the disk is full or fails, or another run has taken the directory
-    over; earlier checkpoints stay as they are.
+    instead. ranks: whose random numbers this process saves, its own if empty. Raises StorageError on every rank when
+    the disk is full or fails, or another run has taken the directory over; earlier checkpoints stay as they are.
     """
     settings, world = run.config.checkpoint, run.groups.world
     assert settings.save is not None
@@ -108,8 +109,10 @@ def save_checkpoint(
         state["hooks"] = hooks
     documents: dict[str, Any] = {STATE: state, CONFIG: run.config.to_dict()}
     if not settings.no_save_rng:
-        tensors |= rng_state.build_sharded_rng_state(world.rank())
-        documents[RNG] = rng_state.build_rng_document(world, run.groups.grid.sizes)
+        ranks = ranks or [world.rank()]
+        for rank in ranks:
+            tensors |= rng_state.build_sharded_rng_state(rank)
+        documents[RNG] = rng_state.build_rng_document(world, run.groups.grid.sizes, ranks)
     root = Path(settings.save)
     if non_persistent_root is not None and settings.saves_locally:
         reach("state-gathered")

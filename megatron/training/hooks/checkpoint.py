@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import time
 from pathlib import Path
 
@@ -23,9 +24,20 @@ from megatron.core.dist_checkpointing.directory import (
 from megatron.core.dist_checkpointing.writer_process import WriterProcess
 from megatron.core.errors import StorageError, report_error, say
 from megatron.training.checkpoint.save_and_load import save_checkpoint
-from megatron.training.checkpoint.save_directories import find_non_persistent_directory, list_non_persistent_directories
+from megatron.training.checkpoint.save_directories import (
+    find_non_persistent_directory,
+    list_non_persistent_directories,
+    prepare_save,
+)
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.container import RunConfig
+from megatron.training.hooks.evaluation import is_evaluated
+from megatron.training.rerun.emergency_save import (
+    NoEmergencySaveError,
+    gather_survivors,
+    take_condition,
+)
+from megatron.training.rerun.replay import StepStart
 from megatron.training.run import Hook, HookContext, Phase, Progress, Run, StepResult
 
 _PATIENCE_SECONDS = 60.0
@@ -108,6 +120,8 @@ class CheckpointHook(Hook):
         """With --async-save, from on_train_start to on_close."""
         self._snapshot_of = Progress(0)
         """Progress of the run when the save under way began."""
+        self._start: StepStart | None = None
+        """Of the step under way; None between steps."""
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> CheckpointHook | None:
@@ -138,8 +152,13 @@ class CheckpointHook(Hook):
             with contextlib.suppress(StorageError):
                 self._saver.prepare()
 
+    def on_step_start(self, run: Run) -> None:
+        """Note what an emergency save goes back to."""
+        self._start = StepStart.take(run, with_buffers=True)
+
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Save every --save-interval iterations; where the disk refuses, print the error and go on."""
+        self._start = None
         if self._saver is not None:
             self._settle(run, self._saver.poll())
         series = self._persistent
@@ -162,6 +181,38 @@ class CheckpointHook(Hook):
         self._save(run, self._persistent)
         if (outcome := self._await_together(run)) is not None:
             self._note_saved(run, outcome.check(), outcome)
+
+    def on_error(self, run: Run, error: Exception) -> None:
+        """Save the last iteration that was completed, if the ranks that are left hold all of it and all of it is good;
+        say so, or why not. Every rank that is left comes here: its peers' connections end with this one's."""
+        run.leave_groups()
+        if self._saver is not None:
+            self._settle(run, self._saver.wait(_PATIENCE_SECONDS))
+        evaluates = is_evaluated(run.config.validation, run.progress.iteration)
+        own = take_condition(run, error, self._start, evaluates=evaluates)
+        try:
+            world, ranks = gather_survivors(run, own)
+        except NoEmergencySaveError as reason:
+            if run.groups.world.rank() == reason.speaker:
+                say(f"note: iteration {own.iteration} was not saved in an emergency save: {reason}", sys.stderr)
+            return
+        lost = run.groups.world.size() - world.size()
+        # Of the ranks that are left; the groups of the others are closed.
+        run.groups = dataclasses.replace(run.groups, world=world)
+        if run.progress.iteration == self._persistent.saved_iteration:
+            return
+        if not on_every_rank(world, lambda: bool(run.save_locks))[0]:
+            # The lock was the first rank's, which is lost.
+            run.save_locks = prepare_save(self.settings, world)
+        self._snapshot_of, self._under_way = dataclasses.replace(run.progress), self._persistent
+        began_at = time.monotonic()
+        if run.is_first_rank:
+            of_whom = f" of {world.size()} ranks, {lost} of {lost + world.size()} being lost" if lost else ""
+            say(f"note: iteration {own.iteration} is saved in an emergency save{of_whom}", sys.stderr)
+        path = save_checkpoint(run, ranks=ranks)
+        assert path is not None, "without a saver a save is complete"
+        elapsed = time.monotonic() - began_at
+        self._note_saved(run, path, Outcome(own.iteration, path, None, elapsed, elapsed))
 
     def on_close(self, run: Run) -> None:
         """Finish the save under way, and let another run have --save."""

@@ -63,7 +63,7 @@ class Hooks(Hook):
     def on_error(self, run: Run, error: Exception) -> None:
         """Write what was measured until then, and tell everyone; a further error does not take the place of `error`."""
         self._outages.call(self, "on_error", lambda: self._write_the_rest(run))
-        for hook in self._in_order(reverse=True):
+        for hook in self._in_order():
             self._forgiving(hook, "on_error", run, error)
 
     def on_close(self, run: Run) -> None:

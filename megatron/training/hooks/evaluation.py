@@ -24,6 +24,12 @@ if TYPE_CHECKING:
     from megatron.training.data.loading import Batch
 
 
+def is_evaluated(settings: ValidationConfig, iteration: int) -> bool:
+    """Return whether an evaluation follows this iteration."""
+    interval, first = settings.eval_interval, settings.start_eval_at_iter or 0
+    return interval is not None and iteration % interval == 0 and iteration >= first
+
+
 class EvaluationHook(Hook):
     """Evaluates each validation set on eval_iters global batches, or on all of it with full_validation.
 
@@ -62,9 +68,7 @@ class EvaluationHook(Hook):
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Evaluate every --eval-interval iterations, from --start-eval-at-iter on."""
-        interval = self.config.eval_interval
-        first = self.config.start_eval_at_iter or 0
-        if interval is not None and run.progress.iteration % interval == 0 and run.progress.iteration >= first:
+        if is_evaluated(self.config, run.progress.iteration):
             self._validate(run, final=False)
 
     def on_train_end(self, run: Run) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
+from collections.abc import Callable
 
 from megatron.core.errors import say
 from megatron.training.config.container import RunConfig
@@ -24,6 +26,8 @@ INTERRUPTED = "interrupted"
 _SAME_PRESS_SECONDS = 1.0
 """torchrun hands on a Ctrl-C that its processes have had from the terminal already: one key, two signals."""
 _INTERRUPT_EXIT_CODE = 130
+_RESCUE_SECONDS = 25.0
+"""torchrun kills what has not ended 30 seconds after its signal."""
 
 
 class ExitHook(Hook):
@@ -41,6 +45,8 @@ class ExitHook(Hook):
         self._agreement: StopAgreement | None = None
         self._watch = SignalWatch(self._receive)
         self._interrupted_at: float | None = None
+        self._rescue: threading.Timer | None = None
+        self._list_ended: Callable[[], list[int]] = list
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> ExitHook:
@@ -54,6 +60,10 @@ class ExitHook(Hook):
         signals = set() if run.progress.finished else {signal.SIGINT}
         if self.exit_signal is not None:
             signals.add(self.exit_signal)
+        if self.save is not None and run.groups.world.size() > 1 and not run.progress.finished:
+            signals.add(signal.SIGTERM)
+            others = [rank for rank in range(run.groups.world.size()) if rank != run.groups.world.rank()]
+            self._list_ended = lambda: run.list_ended_ranks(others)
         self._watch.open(signals)
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
@@ -83,6 +93,8 @@ class ExitHook(Hook):
 
     def on_close(self, run: Run) -> None:
         """Restore the signal handlers that were there before training."""
+        if self._rescue is not None:
+            self._rescue.cancel()
         self._watch.close()
 
     def _stop(self, run: Run, reason: str | None) -> None:
@@ -94,10 +106,24 @@ class ExitHook(Hook):
 
     # ---- on the thread of the watch
 
+    def _end_or_wait(self, number: signal.Signals) -> None:
+        """End at once, as without a handler, unless a launcher ends what is left of a job that has lost a rank: the
+        main thread meets that loss, and has a save to make."""
+        if self._list_ended():
+            if self._rescue is None:
+                self._rescue = threading.Timer(_RESCUE_SECONDS, SignalWatch.pass_on, (number,))
+                self._rescue.daemon = True
+                self._rescue.start()
+            return
+        SignalWatch.pass_on(number)
+
     def _receive(self, number: signal.Signals) -> None:
         assert self._agreement is not None, "the watch is opened later"
         if number == self.exit_signal:
             self._agreement.ask(f"exiting program after signal {number.name}")
+            return
+        if number == signal.SIGTERM:
+            self._end_or_wait(number)
             return
         now = time.monotonic()
         if self._interrupted_at is None:

@@ -46,6 +46,10 @@ class HangWatchHook(Hook):
         if limit is not None and run.is_first_rank:
             say(f"note: a step that makes no progress for {limit:.0f} s is taken for hung (--hang-timeout)")
 
+    def on_error(self, run: Run, error: Exception) -> None:
+        """What follows, such as a last save, is no step."""
+        self._watch.end_step()
+
     def on_close(self, run: Run) -> None:
         """Leave in order."""
         self._watch.close()

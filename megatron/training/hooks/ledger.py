@@ -20,6 +20,7 @@ class LedgerHook(Hook):
         assert config.checkpoint.save is not None
         self._ledger = Ledger(config.checkpoint.save, tuple(map(str, config.data.data_path or ("mock data",))))
         self._until = (0, 0)
+        self._is_begun = False
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> LedgerHook | None:
@@ -38,17 +39,20 @@ class LedgerHook(Hook):
     def on_save(self, run: Run) -> None:
         """Write what the checkpoint has seen."""
         saved = run.saved_progress
-        if not run.is_first_rank or saved is None:
+        if saved is None:
             return
-        end = (saved.iteration, saved.consumed_train_samples)
-        self._ledger.extend(self._until, end, run.passed_over)
-        self._until = end
+        start, self._until = self._until, (saved.iteration, saved.consumed_train_samples)
+        if not run.is_first_rank:
+            return
+        # The first rank may be lost, and another one come into its place.
+        if not self._is_begun:
+            self._ledger.begin(*start)
+            self._is_begun = True
+        self._ledger.extend(start, self._until, run.passed_over)
         try:
             self._ledger.write()
         except OSError as error:
             say(f"warning: {self._ledger.path} was not written: {error.strerror}", sys.stderr)
 
     def _begin(self, run: Run) -> None:
-        self._until = (run.progress.iteration, run.progress.consumed_train_samples)
-        if run.is_first_rank:
-            self._ledger.begin(*self._until)
+        self._until, self._is_begun = (run.progress.iteration, run.progress.consumed_train_samples), False

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron.core.collectives import all_gather_into_tensor, all_gather_object, all_reduce
 from megatron.core.distributed.model_chunk import ModelChunk
-from megatron.core.errors import TemporaryError
+from megatron.core.errors import DriftError
 from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.stacked_parameters import list_parameters
@@ -49,7 +49,7 @@ class WeightHashHook(Hook):
         return None if interval is None else cls(interval)
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        """Compare in every iteration that the interval divides. Raises TemporaryError, the same on every rank."""
+        """Compare in every iteration that the interval divides. Raises DriftError, the same on every rank."""
         iteration = run.progress.iteration
         if iteration % self.interval:
             return
@@ -59,7 +59,7 @@ class WeightHashHook(Hook):
             if self.agreed_at is not None:
                 since = f"all agreed after iteration {self.agreed_at}"
                 checkpoint = f"a checkpoint of iteration {self.agreed_at} or earlier"
-            raise TemporaryError(
+            raise DriftError(
                 f"the weights of replicas differ after iteration {iteration}: {found}; {since}: start again from "
                 f"{checkpoint}, and if it happens again, test the memory and the links of that machine"
             )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import threading
@@ -48,6 +49,13 @@ class SignalWatch:
             signal.set_wakeup_fd(self._previous_fd)
             os.close(self._pipe[1])  # which ends the thread
             self._pipe = None
+
+    @staticmethod
+    def pass_on(number: signal.Signals) -> None:
+        """Let the signal do to this process what it does without a handler; from any thread."""
+        # Python's own function is for the main thread alone, which may never listen.
+        ctypes.pythonapi.PyOS_setsig(ctypes.c_int(number), ctypes.c_void_p(0))
+        os.kill(os.getpid(), number)
 
     def _await(self, *_: object) -> None:
         # Where the main thread does listen, what it does next comes after the signal. Not for ever: the other thread

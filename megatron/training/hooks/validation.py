@@ -95,7 +95,9 @@ class ValidationHook(Hook):
                 is_explained=True,
             )
         run.read_metrics()
+        run.optimizer.is_changing = True
         load_checkpoint(run)
+        run.optimizer.is_changing = False
         run.is_rewound = True
         if run.is_first_rank:
             done = run.progress.iteration

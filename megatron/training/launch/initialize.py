@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
@@ -34,6 +35,7 @@ from megatron.training.config.gpu_needs import replace_gpu_settings
 from megatron.training.flags.declarations import flags_by_spelling
 from megatron.training.flags.parser import ExtraFlags
 from megatron.training.flags.read import read_run_config
+from megatron.training.launch.connections import Connections
 from megatron.training.launch.hang_watch import HangWatch, build_hang_watch
 from megatron.training.launch.launch import Launch, add_world_size, read_launch
 from megatron.training.launch.presence import Presence
@@ -51,6 +53,8 @@ class Process:
     """Settings that the device cannot obey, each with what takes its place."""
     presence: Presence | None = None
     """With several processes: which of them are still there."""
+    connections: Connections | None = None
+    """With several processes: those of its groups."""
     watch: HangWatch | None = None
     """With several processes: what tells when the job is hung, and for whom it waits."""
 
@@ -90,7 +94,7 @@ def initialize(config: RunConfig) -> Process:
     # Before anybody is met: a layout that does not fit is refused by every rank alone, without a time-out.
     grid = build_rank_grid(config, launch.world_size)
     timeout = timedelta(minutes=config.distributed.distributed_timeout_minutes)
-    presence = watch = None
+    presence = watch = connections = None
     # A program that has joined the processes itself (Ray's do) watches over them itself.
     if launch.world_size > 1 and not dist.is_initialized():
         backend = config.distributed.distributed_backend or device_module.choose_backend(device)
@@ -102,24 +106,28 @@ def initialize(config: RunConfig) -> Process:
         # Never with `device_id`, although torch suggests it: communicators are then made at once, and sends and
         # receives of pipeline stages go through that of their whole group, in one order with all else that it carries,
         # where those that are posted early can wait for each other for ever.
-        dist.init_process_group(
-            backend=backend,
-            store=store,
-            rank=launch.rank,
-            world_size=launch.world_size,
-            timeout=timeout,
-        )
+        connections = Connections()
+        with connections.noting():
+            dist.init_process_group(
+                backend=backend,
+                store=store,
+                rank=launch.rank,
+                world_size=launch.world_size,
+                timeout=timeout,
+            )
         presence = Presence(launch, store)
         watch = build_hang_watch(config, launch, store)
-    groups = ProcessGroupCollection.build(grid, launch.rank, timeout, config.distributed.high_priority_stream_groups)
-    made = connect_groups(groups, config, device)
+    with contextlib.nullcontext() if connections is None else connections.noting():
+        urgent = config.distributed.high_priority_stream_groups
+        groups = ProcessGroupCollection.build(grid, launch.rank, timeout, urgent)
+        made = connect_groups(groups, config, device)
     if made is not None:
         notes.append(made)
     # For code written against upstream, which asks parallel_state instead of being handed its groups.
     groups.set_current()
     # Needs the groups: which random numbers a process draws depends on its place in the layout.
     set_seeds(config.model.seed, groups)
-    return Process(launch, device, groups, tuple(notes), presence, watch)
+    return Process(launch, device, groups, tuple(notes), presence, connections, watch)
 
 
 _USED_GROUPS = ("world", "tp", "pp", "cp", "hcp", "dp_cp", "mp", "optimizer_shards", "optimizer_copies")
