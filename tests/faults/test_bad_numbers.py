@@ -92,8 +92,9 @@ def test_skip_is_what_iterations_to_skip_of_that_iteration_is(
 def test_rollback_goes_back_and_passes_over_the_samples(tmp_path: Path) -> None:
     state = _state(_train("--iterations-to-skip", "4"))
     places = ("--save", tmp_path, "--load", tmp_path, "--save-interval", "2")
-    run = _train("--nan-policy", "rollback", *places, spoilt=4)
+    run = _train("--nan-policy", "rollback", *places, "--metrics-dir", tmp_path / "metrics", spoilt=4)
     assert _same(run, state)
+    assert [row["iteration"] for row in metrics(tmp_path / "metrics")] == [1, 2, 3, 5, 6], "each once"
     lines = [json.loads(line) for line in (tmp_path / LEDGER).read_text().splitlines()]
     assert [line["iterations"] for line in lines] == [[1, 3], [4, 4], [5, 6]]
     with pytest.raises(NonFiniteError, match="holds no checkpoint to go back to"):

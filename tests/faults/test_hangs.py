@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +55,23 @@ def test_only_steps_are_watched_and_only_beyond_their_limit(tmp_path: Path) -> N
     assert [watched.look(now) for now in (2006.0, 2010.9)] == [False, False]
     record.leave_step()
     assert [watched.look(now) for now in (2011.0, 9999.0)] == [False, False]
+
+
+def test_a_process_that_is_stopped_during_a_save_is_found_too(tmp_path: Path) -> None:
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        record = ProgressRecord.make(tmp_path / "rank_0.progress", 0)
+        record.set_limit(5.0)
+        watched = Watched(tmp_path / "rank_0.progress", record)
+        seen = dataclasses.replace(record.read(), process=sleeper.pid)
+        record.read = lambda: seen  # type: ignore[method-assign]
+        assert [watched.look(now) for now in (100.0, 200.0)] == [False, False]
+        sleeper.send_signal(signal.SIGSTOP)
+        os.waitpid(sleeper.pid, os.WUNTRACED)
+        assert [watched.look(now) for now in (300.0, 304.9, 305.1)] == [False, False, True]
+    finally:
+        sleeper.kill()
+        sleeper.wait()
 
 
 def test_a_run_with_a_short_limit_goes_through(tmp_path: Path) -> None:

@@ -107,11 +107,51 @@ def test_ranks_that_do_not_exist_are_refused() -> None:
 
 
 @pytest.mark.flags(
-    "--enable-ft-package", "--calc-ft-timeouts", "--ft-num-warmup-iters", "--exit-signal-handler-for-training"
+    "--enable-ft-package",
+    "--calc-ft-timeouts",
+    "--ft-num-warmup-iters",
+    "--exit-signal-handler-for-training",
+    "--inprocess-restart",
+    "--inprocess-max-iterations",
+    "--inprocess-monitor-thread-interval",
+    "--inprocess-monitor-process-interval",
+    "--inprocess-progress-watchdog-interval",
+    "--inprocess-heartbeat-interval",
+    "--inprocess-soft-timeout",
+    "--inprocess-hard-timeout",
+    "--inprocess-heartbeat-timeout",
+    "--inprocess-barrier-timeout",
+    "--inprocess-completion-timeout",
+    "--inprocess-last-call-wait",
+    "--inprocess-termination-grace-time",
+    "--inprocess-granularity",
+    "--inprocess-active-world-size",
+    "--inprocess-empty-cuda-cache",
 )
 @pytest.mark.parametrize(
     "flag",
-    ["--enable-ft-package", "--calc-ft-timeouts", "--ft-num-warmup-iters 3", "--exit-signal-handler-for-training"],
+    [
+        "--enable-ft-package",
+        "--calc-ft-timeouts",
+        "--ft-num-warmup-iters 3",
+        "--exit-signal-handler-for-training",
+        "--inprocess-restart",
+        "--inprocess-max-iterations 3",
+        "--inprocess-monitor-thread-interval 3",
+        "--inprocess-monitor-process-interval 3",
+        "--inprocess-progress-watchdog-interval 3",
+        "--inprocess-heartbeat-interval 3",
+        "--inprocess-soft-timeout 3",
+        "--inprocess-hard-timeout 3",
+        "--inprocess-heartbeat-timeout 3",
+        "--inprocess-barrier-timeout 3",
+        "--inprocess-completion-timeout 3",
+        "--inprocess-last-call-wait 3",
+        "--inprocess-termination-grace-time 3",
+        "--inprocess-granularity rank",
+        "--inprocess-active-world-size 3",
+        "--inprocess-empty-cuda-cache",
+    ],
 )
 def test_flags_for_what_is_always_so_are_noted(flag: str) -> None:
     config = read_run_config([*FLAGS.split(), *flag.split()], {})

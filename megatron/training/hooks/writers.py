@@ -45,6 +45,8 @@ class MetricsFileHook(Hook):
     def __init__(self, directory: str) -> None:
         self.file = MetricsFile(directory)
         self._lock: DirectoryLock | None = None
+        self._written = 0
+        """The last iteration that has a line."""
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> MetricsFileHook | None:
@@ -60,9 +62,16 @@ class MetricsFileHook(Hook):
             self._lock = None if is_ours else self.file.lock()
             self.file.open(run.progress.iteration)
 
+    def on_step_start(self, run: Run) -> None:
+        """After a way back to a checkpoint, drop the rows of what is done again, as a new start would."""
+        if run.is_first_rank and run.progress.iteration < self._written:
+            self._written = run.progress.iteration
+            self.file.open(self._written)
+
     def on_metrics(self, run: Run, rows: Sequence[Row]) -> None:
         """Write a line for each iteration."""
-        if run.is_first_rank:
+        if run.is_first_rank and rows:
+            self._written = rows[-1].iteration
             self._write(*({"iteration": row.iteration, **row.values} for row in rows))
 
     def on_evaluate(self, run: Run, evaluation: Evaluation) -> None:

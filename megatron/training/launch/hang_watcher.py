@@ -56,12 +56,19 @@ class Watched:
     moved_at: float = 0.0
     """By time.monotonic(), the last time that the record was seen to have changed."""
 
+    stopped_since: float | None = None
+    """By time.monotonic(), since when the process has been seen stopped."""
+
     def look(self, now: float) -> bool:
-        """Read the record; True where the rank is in a step and has been silent for longer than its limit."""
+        """Read the record; True where the rank is in a step and has been silent for longer than its limit, or is
+        stopped for as long anywhere, as no slow disk does."""
         seen = self.record.read()
         if seen.changes != self.changes:
             self.changes, self.moved_at = seen.changes, now
-        return seen.phase == STEP and 0 < seen.limit_seconds <= now - self.moved_at
+        is_stopped = read_process_state(seen.process) in ("T", "t")
+        self.stopped_since = (self.stopped_since or now) if is_stopped else None
+        since = self.moved_at if seen.phase == STEP else self.stopped_since
+        return since is not None and seen.phase != ENDED and 0 < seen.limit_seconds <= now - since
 
     @property
     def is_half_way(self) -> bool:
