@@ -6,6 +6,7 @@
     python -m tests.trial --layouts 200 --precisions 0 --recomputations 0 --inputs 0 --seed 7
     python -m tests.trial --layout 17 --input 203          single cases again, by their seeds
     python -m tests.trial --layout 0 --every-field         each field of each family's config.json, changed alone
+    python -m tests.trial --cell 0 --hybrid-table          each kind of sublayer under each layout: twenty minutes
 
 Every case is a function of its seed; a fault comes with the command that repeats it. Exit code 1 when there was one.
 """
@@ -21,6 +22,7 @@ from collections.abc import Iterator
 from tests.parallel.harness import server
 from tests.trial.config_fields import draw_fields, judge_fields, list_every_field
 from tests.trial.hostile_inputs import draw_input, judge_input, remove_saved_run
+from tests.trial.hybrid_table import Table, list_cells
 from tests.trial.random_layouts import draw_case, judge_layout
 from tests.trial.random_precision import (
     draw_precision,
@@ -46,16 +48,21 @@ KINDS_OF_CASES = {
 def list_cases(options: argparse.Namespace) -> Iterator[tuple[str, int]]:
     """What to try: a kind of `KINDS_OF_CASES`, and the case's seed."""
     first = options.seed * CASES_PER_SEED
-    single = options.field or any(getattr(options, kind) for kind in KINDS_OF_CASES)
+    single = options.field or options.cell or any(getattr(options, kind) for kind in KINDS_OF_CASES)
     for kind in KINDS_OF_CASES:
         seeds = getattr(options, kind) if single else range(first, first + getattr(options, f"{kind}s"))
         yield from ((kind, seed) for seed in seeds)
     fields = range(len(list_every_field())) if options.every_field else options.field
     yield from (("field", number) for number in fields)
+    cells = range(first, first + len(list_cells(options.seed))) if options.hybrid_table else options.cell
+    yield from (("cell", number) for number in cells)
 
 
-def judge(kind: str, seed: int) -> tuple[str, str, Verdict]:
+def judge(kind: str, seed: int, table: Table) -> tuple[str, str, Verdict]:
     """Run one case: its line of the tally, what it was, and what became of it."""
+    if kind == "cell":
+        cell = list_cells(seed // CASES_PER_SEED)[seed % CASES_PER_SEED]
+        return f"cell: {cell.model.row}", cell.text(), table.judge(cell)
     if kind == "input":
         case = draw_input(seed)
         verdict = judge_input(case)
@@ -82,15 +89,18 @@ def main() -> int:
         parser.add_argument(f"--{kind}", type=int, action="append", default=[], metavar="SEED", help="this one alone")
     parser.add_argument("--field", type=int, action="append", default=[], metavar="NUMBER", help="one of those alone")
     parser.add_argument("--every-field", action="store_true", help="each field of config.json alone: half an hour")
+    parser.add_argument("--cell", type=int, action="append", default=[], metavar="NUMBER", help="of the table, alone")
+    parser.add_argument("--hybrid-table", action="store_true", help="each kind of sublayer under each layout")
     parser.add_argument("--seed", type=int, default=1, help="which cases (default: 1)")
     cases = list(list_cases(parser.parse_args()))
     server()
     tally: Counter[tuple[str, str]] = Counter()
     faults = []
     started_at = time.monotonic()
+    table = Table()
     try:
         for done, (kind, seed) in enumerate(cases, start=1):
-            line, what, verdict = judge(kind, seed)
+            line, what, verdict = judge(kind, seed, table)
             tally[line, verdict.kind] += 1
             left = (time.monotonic() - started_at) / done * (len(cases) - done)
             text = (
@@ -103,6 +113,7 @@ def main() -> int:
                 print(f"{verdict.text}\n    {verdict.command}\n    {again}", flush=True)
     finally:
         remove_saved_run()
+        table.close()
     print_tally(tally)
     return 1 if faults else 0
 

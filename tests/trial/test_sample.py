@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron.training.verify.parity import RankTrace
 from tests.functional.pretrain_runs import PRETRAIN
-from tests.trial import random_precision
+from tests.trial import hybrid_table, random_precision
 from tests.trial.__main__ import print_tally
 from tests.trial.hostile_inputs import KINDS, MOCK, MODEL, HostileCase, draw_input, judge_input, remove_saved_run
+from tests.trial.hybrid_table import BY_FLAGS, LAYOUTS, ROWS, Table, draw_pair, list_cells
 from tests.trial.random_layouts import LayoutCase, draw_case, judge_layout
 from tests.trial.random_precision import (
     MODULES,
@@ -36,6 +38,20 @@ def judged(verdict: Verdict) -> str:
 @pytest.mark.parametrize("seed", [0, 5, 35, 17, 106])
 def test_random_layouts(seed: int) -> None:
     assert judged(judge_layout(draw_case(seed))) == "ran"
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[Table]:
+    table = Table()
+    yield table
+    table.close()
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_row_of_the_table_of_hybrids(row: str, table: Table) -> None:
+    """Two layouts of each, the second going on from the first."""
+    for cell in draw_pair(row, 1):
+        assert judged(table.judge(cell)) == "ran"
 
 
 def test_a_layout_in_fp8() -> None:
@@ -88,6 +104,25 @@ def test_hostile_inputs() -> None:
     # the flags there are; what all of them are based on runs.
     assert judged(judge_input(HostileCase(0, "nothing hostile", PRETRAIN, [*MODEL, *MOCK]))) == "ran"
     assert "refused" in kinds
+
+
+def test_the_table_of_hybrids_is_whole_and_sees_other_losses(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = list_cells(3)
+    found = {(cell.model.row, cell.name.removesuffix(BY_FLAGS)) for cell in cells}
+    assert found == {(row, name) for row in ROWS for name in LAYOUTS}
+    assert all(cell.before != cell.name for cell in cells)
+    of_gpts = {cell.argv[-1].split("=")[0] for cell in cells if cell.model.row.startswith("GPT")}
+    assert of_gpts == {"--num-layers", "--hybrid-layer-pattern"}
+
+    def kind(whole: float, behind: float) -> str:
+        def run(function: object, world: int, argv: object, size: int, save: str, load: str | None, **_: object) -> Any:
+            found = [[{"lm loss": 2.0}] * 4, [{"lm loss": 2.0}] * 2]
+            return [found if load is None else [[{"lm loss": whole}] * 4, [{"lm loss": behind}] * 2]]
+
+        monkeypatch.setattr(hybrid_table, "run_distributed", run)
+        return table.judge(next(cell for cell in cells if cell.name == "cp2")).kind
+
+    assert (kind(2.0000001, 2.0), kind(2.00001, 2.0), kind(2.0, math.nan)) == ("ran", "fault", "fault")
 
 
 def test_other_losses_are_a_fault() -> None:
