@@ -320,6 +320,9 @@ class Writer:
         found = []
         tp, stage, _ = rank
         for chunk, params in enumerate(chunks):
+            # There is no buffer without parameters, and none is left out in counting.
+            if not params:
+                continue
             shapes = {p.local: tuple(self.shard(p, full["param"][p.full], tp).shape) for p in params}
             placed, buckets = self.lay_out(params, shapes, stage, chunk)
             buffers = {kind: torch.full((buckets[-1][2] if buckets else 0,), float("nan")) for kind in KINDS}

@@ -59,7 +59,8 @@ class LetterWriter(Writer):
 
     def args(self, **more: Any) -> Namespace:
         """See Writer."""
-        pattern = self.letters + f"/{self.prediction}" * self.predictions
+        stages = "|".join(self.letters[layers.start : layers.stop] for _, _, layers in self.chunks())
+        pattern = stages + f"/{self.prediction}" * self.predictions
         known = {"hybrid_layer_pattern": pattern, "is_hybrid_model": True, "mtp_num_layers": self.predictions or None}
         return super().args(**known, **self.settings, **more)
 

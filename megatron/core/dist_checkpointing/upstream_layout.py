@@ -23,6 +23,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.upstream_sections import find_rows
 from megatron.core.errors import CheckpointError
+from megatron.core.plan.letters import split_letters
 
 _CUT_BY_ROWS = re.compile(
     r"(.*\.)?(word_embeddings\.weight|output_layer\.(weight|bias)|softmax_offset|eh_proj\.weight|mixer\.norm\.weight"
@@ -414,32 +415,40 @@ class ModelOutline:
 
     def divide(
         self,
-        place: Callable[[int, int, list[Parameter]], list[Slot] | None],
+        place: Callable[[int, int, int, list[Parameter]], list[Slot] | None],
         arrange: Callable[..., list[Parameter]],
         *,
         experts: bool | None,
     ) -> dict[tuple[int, int], list[tuple[Parameter, Slot]]] | None:
         """Return which parameters each (stage, chunk) has, and where they lie in its buffer; None where that cannot be.
 
-        place: finds slots for a stage, a chunk and its parameters as registered. Layers are dealt out in order; how
-        many each chunk has follows from the size of its buffer.
+        place: finds slots for a stage, a chunk, the number of its buffer and its parameters as registered. A chunk
+        without parameters (experts) has no buffer, and the next one takes its number. Layers are dealt out in order;
+        how many each chunk has is said by letters with cuts, or follows from the size of its buffer.
         """
         numbers = [int(found["number"]) for found in map(_LAYER.fullmatch, self.shapes) if found]
         total, chunks = max(numbers, default=-1) + 1, self.layout.order_of_chunks
+        segments = split_letters(self.args.get("hybrid_layer_pattern") or "").segments
 
-        def divide_from(position: int, done: int) -> dict[tuple[int, int], list[tuple[Parameter, Slot]]] | None:
-            last = position == len(chunks) - 1
-            for count in [total - done] if last else _likely_first(total, len(chunks), total - done):
+        def divide_from(
+            position: int, done: int, buffers: Mapping[int, int]
+        ) -> dict[tuple[int, int], list[tuple[Parameter, Slot]]] | None:
+            last, (stage, chunk) = position == len(chunks) - 1, chunks[position]
+            counts = [total - done] if last else _likely_first(total, len(chunks), total - done)
+            if len(segments) == len(chunks) > 1:
+                counts = [len(segments[position])]
+            for count in counts:
                 layers = range(done, done + count)
                 ordered = arrange(self.list_parameters(layers, first=position == 0, last=last, experts=experts))
-                slots = place(*chunks[position], ordered)
+                used = buffers.get(stage, 0)
+                slots, after = place(stage, chunk, used, ordered), {**buffers, stage: used + bool(ordered)}
                 # Fewer layers may seem to fit where a table has a bucket of its own: then the other stages tell.
-                rest = None if slots is None else {} if last else divide_from(position + 1, done + count)
+                rest = None if slots is None else {} if last else divide_from(position + 1, done + count, after)
                 if slots is not None and rest is not None:
                     return {chunks[position]: list(zip(ordered, slots, strict=True)), **rest}
             return None
 
-        return divide_from(0, 0)
+        return divide_from(0, 0, {})
 
 
 def _likely_first(total: int, chunks: int, left: int) -> list[int]:

@@ -75,7 +75,7 @@ class FlatBuffer:
 
 
 Buffers = Mapping[int, list[FlatBuffer]]
-"""By the number of the model-parallel rank: its buffers, one for each model chunk."""
+"""By the number of the model-parallel rank: its buffers, one for each model chunk that has parameters."""
 
 
 # ---- from the files of torch_dist
@@ -333,14 +333,15 @@ class FlatOptimizerState:
             divided = self._outline.divide(place, arrange, experts=experts)
             if divided is None:
                 return None
-            places = itertools.product(ranks.items(), range(layout.vpp))
-            for ((stage, ep, tp), rank), chunk in places:
-                for parameter, slot in divided[stage, chunk]:
+            for (stage, ep, tp), rank in ranks.items():
+                filled = filter(None, (divided[stage, chunk] for chunk in range(layout.vpp)))
+                places = [(n, *each) for n, content in enumerate(filled) for each in content]
+                for buffer, parameter, slot in places:
                     shape = self._outline.shapes.get(parameter.name)
                     # The last stage's copy of a tied table repeats what the first stage has.
                     if shape is not None:
                         expert = expert_of(parameter, ep, shape[0] // layout.ep)
-                        shard = _Shard(buffers[rank][chunk], slot, parameter, tp, expert)
+                        shard = _Shard(buffers[rank][buffer], slot, parameter, tp, expert)
                         found[parameter.name].append(shard)
         return found
 
@@ -350,12 +351,16 @@ class FlatOptimizerState:
         ranks: Mapping[tuple[int, int, int], int],
         stage: int,
         chunk: int,
+        number: int,
         parameters: list[Parameter],
     ) -> list[Slot] | None:
         mine = buffers.get(ranks[stage, 0, 0], [])
-        if chunk >= len(mine):
-            return None if parameters else []
-        buffer = mine[chunk]
+        used, is_last = number + bool(parameters), chunk == self._outline.layout.vpp - 1
+        if used > len(mine) or (is_last and used < len(mine)):
+            return None
+        if not parameters:
+            return []
+        buffer = mine[number]
         if not buffer.is_joined:
             return place_in_buckets(parameters, buffer.sizes)
         total = buffer.sizes[0]

@@ -89,6 +89,11 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], Writer, dict[str, Any]]] = {
     "latent attention": (LATENT, LATENT_WRITER, {"tp": 2, "pp": 2, "ep": 2}),
     "latent attention, fused": (LATENT, LATENT_WRITER, {"tp": 2, "te": True, "grouped": True}),
     "letters": (LETTERS, LETTERS_WRITER, {"tp": 2, "pp": 2, "ep": 2, "per_chunk": (4, 2)}),
+    "letters, experts in one of a stage's chunks": (
+        LETTERS,
+        LETTERS_WRITER,
+        {"pp": 2, "vpp": 2, "ep": 2, "per_chunk": (2, 0, 3, 1)},
+    ),
     "expert parallel": (EXPERTS, EXPERTS_WRITER, {"ep": 2, "tp": 2, "pp": 2, "grouped": True, "te": True}),
 }
 FORMATS = (
