@@ -49,6 +49,7 @@ _PROGRAMS = {
     "data_loading": "samples read from disk",
     "checkpointing": "saving and loading against plain writing and reading",
     "conversion": "models from and to Hugging Face directories against copying the files",
+    "guards": "steps with all guards against none, and the time to find a fault",
     "memory": "bytes of weights, gradients, state and activations against the plan",
     "generality": "one process through the parallel code against a model without it",
 }

@@ -11,13 +11,14 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.traffic import Kind, Meter
 
-# Rank, process, phase, whether a verdict is there; iteration, micro-batch, count of changes, limit of silence.
+# Rank, process, phase, what the watcher has to say; iteration, micro-batch, count of changes, limit of silence.
 _HEADER = struct.Struct("<IIIIQQQd")
 _NUMBERS = struct.Struct("<QQQ")
 _NUMBERS_AT = 16
@@ -31,6 +32,8 @@ _LENGTH = _HEADER.size + _SLOTS * _SLOT_BYTES
 
 OUTSIDE, STEP, ENDED = range(3)
 """Phases: between steps (set-up, evaluation, saves), inside of a step, and after the last one."""
+ALARM, VERDICT = 1, 2
+"""Words of the watcher to a process: say what you know; the job is hung."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ class ProgressRecord:
         self._writes = writes
         self._iteration = self._microbatch = self._changes = 0
         self._groups = 0
+        self._alike: Counter[tuple[str, str]] = Counter()
 
     @classmethod
     def make(cls, path: Path, rank: int) -> ProgressRecord:
@@ -122,7 +126,11 @@ class ProgressRecord:
         if slot >= _SLOTS:  # more groups than any layout has
             return _Fanout(None, 0, self, inner)
         at = _HEADER.size + slot * _SLOT_BYTES
-        _GROUP.pack_into(self._map, at + _CALL.size, axis.encode()[:16], _write_ranks(ranks).encode())
+        written = _write_ranks(ranks)
+        # Several groups of one axis may have the same members, which make them in the same order.
+        self._alike[axis, written] += 1
+        name = axis if self._alike[axis, written] == 1 else f"{axis[:13]} {self._alike[axis, written]}"
+        _GROUP.pack_into(self._map, at + _CALL.size, name.encode()[:16], written.encode())
         return _Fanout(self._map, at, self, inner)
 
     def _set_phase(self, phase: int) -> None:
@@ -148,14 +156,14 @@ class ProgressRecord:
         calls.sort(key=lambda call: -call.order)
         return Snapshot(rank, process, phase, iteration, microbatch, changes, limit, tuple(calls))
 
-    def say_verdict(self) -> None:
-        """Tell the process that its job is hung."""
-        struct.pack_into("<I", self._map, 12, 1)
+    def tell(self, what: int) -> None:
+        """Tell the process that its job seems hung (ALARM), or is (VERDICT)."""
+        struct.pack_into("<I", self._map, 12, what)
 
     @property
-    def has_verdict(self) -> bool:
-        """True once the job was found to be hung."""
-        return bool(struct.unpack_from("<I", self._map, 12)[0])
+    def told(self) -> int:
+        """What the process was told last; 0: nothing."""
+        return int(struct.unpack_from("<I", self._map, 12)[0])
 
 
 class _Fanout:

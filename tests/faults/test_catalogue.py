@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every row of the fault catalogue on flags, text, datasets and checkpoints has a test that bears its id."""
+"""Every row of the fault catalogue on flags, text, datasets, checkpoints and running jobs has a test that bears its id,
+but for those of UNTESTED."""
 
 from __future__ import annotations
 
@@ -16,7 +17,19 @@ ROWS = {
     "I": 15,  # .bin/.idx reading and dataset cache
     "S": 39,  # saving a checkpoint
     "L": 18,  # loading one, and going on
+    "R": 27,  # a running job: processes, network, numbers, resources
 }
+UNTESTED = {
+    "R2": "a grace that ends in the middle of a save is a kill there: S1 to S25",
+    "R9": "delays and losses of a network need a simulator of one, and root",
+    "R10": "the same, for partitions",
+    "R11": "the same, for two sites",
+    "R13": "torch's store and rendezvous, which answer strangers by themselves",
+    "R19": "descriptors, inodes and shared memory that run out",
+    "R25": "a fork in a user's callback",
+    "R27": "100,000 steps take hours",
+}
+"""Rows without a test of their own, and why."""
 _IDS = re.compile(r"(?:^|_)([A-Z])(\d+)(?:_to_([A-Z])(\d+))?(?=_|$)")
 
 
@@ -43,7 +56,7 @@ def test_every_row_has_a_test() -> None:
     missing = [
         f"{letter}{n}" for letter, count in ROWS.items() for n in range(1, count + 1) if not found[f"{letter}{n}"]
     ]
-    assert not missing
+    assert missing == list(UNTESTED)
 
 
 def test_ids_are_those_of_the_catalogue() -> None:

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,23 +15,36 @@ from pathlib import Path
 import pytest
 
 from megatron.core.progress_record import ProgressRecord
+from megatron.training.launch.hang_watch import _remove_abandoned
 from megatron.training.launch.hang_watcher import Watched
-from tests.functional.pretrain_runs import TINY, finish, free_port, metrics, start
+from tests.functional.pretrain_runs import PRETRAIN, ROOT, TINY, environment, finish, free_port, metrics
 from tests.programs import Program
 
-LONG = [*TINY, "--train-iters", "100000", "--global-batch-size", "6"]
+LONG = [*TINY, "--train-iters", "100000", "--global-batch-size", "12"]
+
+THREE_STAGES = ["--num-layers", "3", "--pipeline-model-parallel-size", "3"]
 
 
-def _start_ranks(count: int, *flags: str | Path) -> list[Program]:
+def _start_ranks(count: int, *flags: str | Path, program: str = PRETRAIN, nodes: int = 1, **own: str) -> list[Program]:
+    """Ranks of a job. nodes: nodes that they pretend to be on, the first rank alone on the first one."""
     job = {"WORLD_SIZE": str(count), "MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "TEST_SPEAK_AT_ONCE": "1"}
-    return [start([*LONG, *flags], RANK=str(rank), LOCAL_RANK=str(rank), **job) for rank in range(count)]
+    places = [(rank, 0) if nodes == 1 else (max(0, rank - 1), min(rank, 1)) for rank in range(count)]
+    return [
+        Program(
+            [program, *LONG, *flags],
+            environment({"RANK": str(rank), "LOCAL_RANK": str(local), "GROUP_RANK": str(node), **job, **own}),
+            ROOT,
+        )
+        for rank, (local, node) in enumerate(places)
+    ]
 
 
 @pytest.mark.flags("--hang-timeout")
-def test_a_stopped_rank_is_named_and_the_job_ends_to_be_started_again(tmp_path: Path) -> None:
+def test_R5_a_stopped_rank_is_named_and_the_job_ends_to_be_started_again(tmp_path: Path) -> None:
+    """On two nodes, whose watchers meet at the job's store."""
     places = ["--metrics-dir", tmp_path / "metrics", "--save", tmp_path / "save"]
-    ranks = _start_ranks(3, "--hang-timeout", "3", "--simulate-fault", "stop:1,3", *places)
-    outcomes = finish(ranks, timeout=90)
+    ranks = _start_ranks(3, "--hang-timeout", "5", "--simulate-fault", "stop:1,3", *places, nodes=2)
+    outcomes = finish(ranks, timeout=60)
 
     assert [outcome.returncode for outcome in outcomes] == [75, -signal.SIGKILL, 75]
     errors = "".join(outcome.stderr for outcome in outcomes)
@@ -41,6 +56,46 @@ def test_a_stopped_rank_is_named_and_the_job_ends_to_be_started_again(tmp_path: 
     assert "no stack: the process is stopped, or has ended" in text
     assert text.count("Python stack of rank") == 3
     assert "finalize_model_grads" in text, "where the others wait"
+    # torch's own record of collectives, which NCCL and gloo keep alike.
+    assert text.count("Flight recorder of rank") == 2
+    assert re.search(r"gloo:all_reduce number \d+ of group \S+ \([0-9x, ]+\): scheduled", text)
+
+
+def test_R5_a_rank_that_holds_the_interpreter_lock_is_named_with_its_stack(tmp_path: Path) -> None:
+    fault = "--fault-injector-ranks 1 --fault-injector-fault-types LOCK_GIL --fault-injector-fault-delay 0".split()
+    ranks = _start_ranks(2, "--hang-timeout", "2", *fault, "--save", tmp_path)
+    outcomes = finish(ranks, timeout=60)
+    assert [outcome.returncode for outcome in outcomes] == [75, -signal.SIGKILL]
+    assert f"process {ranks[1].pid}) has not entered all_reduce number" in outcomes[0].stderr
+    (report,) = tmp_path.glob("hang_*.txt")
+    stack = report.read_text().partition("Python stack of rank 1\n")[2]
+    assert "_lock_interpreter" in stack, "written in C, without the lock"
+
+
+@pytest.mark.parametrize(
+    ("mismatch", "layout", "expected"),
+    [
+        (
+            "operation",
+            [],
+            r"is in broadcast number \d+ of group dp \(256 bytes\), where the rest of the group is in",
+        ),
+        (
+            "order",
+            THREE_STAGES,
+            r"is in all_reduce number \d+ of group pp 2 .*: its groups come in another order",
+        ),
+    ],
+)
+def test_R5_a_rank_in_another_collective_than_its_group_is_named(
+    tmp_path: Path, mismatch: str, layout: list[str], expected: str
+) -> None:
+    program = str(ROOT / "tests/faults/mismatched_collectives.py")
+    ranks = _start_ranks(3, "--hang-timeout", "2", *layout, "--save", tmp_path, program=program, MISMATCH=mismatch)
+    outcomes = finish(ranks, timeout=60)
+    assert [outcome.returncode for outcome in outcomes] == [75, 75, 75]
+    errors = "".join(outcome.stderr for outcome in outcomes)
+    assert re.search(rf"rank 1 \([^()]*, process {ranks[1].pid}\) {expected}", errors), errors
 
 
 def test_only_steps_are_watched_and_only_beyond_their_limit(tmp_path: Path) -> None:
@@ -72,6 +127,20 @@ def test_a_process_that_is_stopped_during_a_save_is_found_too(tmp_path: Path) ->
     finally:
         sleeper.kill()
         sleeper.wait()
+
+
+def test_directories_of_killed_jobs_are_removed_and_those_of_living_ones_stay(tmp_path: Path) -> None:
+    living, killed, new = (tmp_path / f"megatron_hang_watch_{name}" for name in "abc")
+    for path in (living, killed, new):
+        path.mkdir()
+        (path / "rank_0.progress").touch()
+    for path in (living, killed):
+        os.utime(path, (1.0, 1.0))
+    lock = os.open(living, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    _remove_abandoned(tmp_path)
+    os.close(lock)
+    assert sorted(tmp_path.iterdir()) == [living, new]
 
 
 def test_a_run_with_a_short_limit_goes_through(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ one."""
 
 from __future__ import annotations
 
+import platform
 import random
 import signal
 import time
@@ -46,13 +47,15 @@ def test_a_fault_strikes_once_and_the_run_goes_on_where_it_was(
     assert rows == {row["iteration"]: row["lm loss"] for row in metrics(undisturbed / "metrics")}
 
 
-def test_a_flipped_bit_of_one_replica_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["weight", "grad"])
+def test_R16_a_flipped_bit_of_one_replica_is_named(tmp_path: Path, what: str) -> None:
+    """A gradient's: at a check after its update, when by the clipping other tensors differ, too, if less."""
     name = "decoder.layers.0.mlp.linear_fc1.weight"
-    flags = [*TINY, "--check-weight-hash-across-dp-replicas-interval", "1", "--global-batch-size", "8"]
-    outcome = run_ranks([*flags, "--save", tmp_path, "--simulate-fault", f"bitflip:1,2,weight:{name}"], 2)
+    flags = [*TINY, "--check-weight-hash-across-dp-replicas-interval", "3", "--global-batch-size", "12"]
+    outcome = run_ranks([*flags, "--save", tmp_path, "--simulate-fault", f"bitflip:1,2,{what}:{name}"], 3)
     assert outcome.returncode == 75
-    assert name in outcome.stderr
-    assert "rank 1" in outcome.stderr
+    assert f"rank 1 ({platform.node()}) holds other bits of {name}" in outcome.stderr
+    assert "than ranks 0, 2; this is the first comparison" in outcome.stderr
 
 
 def test_the_flag_may_be_given_several_times(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def preprocess_hanging(pipe: Any) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("parent", [read_hanging, preprocess_hanging, run_hanging])
-def test_no_worker_outlives_its_parent(parent: Any) -> None:
+def test_R7_no_worker_outlives_its_parent(parent: Any) -> None:
     """Killed in the middle of work that takes ten minutes: all children are gone long before its end."""
     context = multiprocessing.get_context("fork" if parent is not run_hanging else "spawn")
     ours, theirs = context.Pipe()
@@ -176,7 +176,7 @@ def test_loader_processes_are_bounded_by_the_machine(cores: int, most: int, monk
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="finds child processes in /proc")
-def test_ctrl_c_on_a_terminal_saves_once(tmp_path: Path) -> None:
+def test_R1_ctrl_c_on_a_terminal_saves_once(tmp_path: Path) -> None:
     """It reaches every process of the job: two ranks, and the loader processes of each."""
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
     flags = [*REAL_DATA, *WITH_DROPOUT, "--data-cache-path", str(tmp_path / "cache"), "--metrics-dir", tmp_path,
@@ -253,7 +253,7 @@ def test_I8_data_of_another_tokenizer(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_metrics_directory_that_cannot_be_written(tmp_path: Path) -> None:
+def test_R20_metrics_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = run([*TINY, "--metrics-dir", tmp_path / "file"])
     assert done.returncode == 2

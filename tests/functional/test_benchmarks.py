@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from benchmarks import checkpointing, experts, generality, memory, mixers, overlap
+from benchmarks import checkpointing, experts, generality, guards, memory, mixers, overlap
 from benchmarks.train_step import Sizes
 from megatron.training.launch.local_job import run_locally
 from megatron.training.verify.parity_layouts import parse_layout
-from tests.parallel.harness import server
+from tests.parallel.harness import run_distributed, server
 
 
 @pytest.fixture(autouse=True)
@@ -106,3 +107,15 @@ def test_what_a_link_exposes() -> None:
     assert link.exposed["gradients"] == pytest.approx(0.03)
     first.wait()
     assert link.exposed["gradients"] == pytest.approx(0.03), "it has arrived before the second"
+
+
+def compare_guards() -> list[float]:
+    """On each of two processes."""
+    return guards.compare_steps(dist.get_rank(), (1, 32), 3, 2)
+
+
+def test_guards_are_compared_step_by_step_with_none() -> None:
+    ratios = run_distributed(compare_guards, 2)[0]
+    assert len(ratios) == 3 and all(ratio > 0 for ratio in ratios)
+    # The 6th and the 15th of 20 values: between them the median lies in 95 of 100 cases.
+    assert guards.find_interval(range(20, 0, -1)) == (10.5, 6, 15)

@@ -150,7 +150,7 @@ def test_the_last_line_of_our_launcher_is_the_sentence() -> None:
     assert "Root Cause" not in done.stderr and "Traceback" not in done.stderr
 
 
-def test_what_ended_a_process_is_told_for_each_way_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_R4_what_ended_a_process_is_told_for_each_way_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """First errors stay, as a rank's own comes before that of its lost peer; bugs and signals have a sentence, too."""
 
     def describe(name: str, exit_code: int) -> list[str]:

@@ -85,7 +85,7 @@ def several(cases: list[tuple[int, ...]]) -> list[int]:
     return [agreed(skews) for skews in cases]
 
 
-def test_ranks_agree_whoever_is_asked() -> None:
+def test_R22_ranks_agree_whoever_is_asked() -> None:
     cases = [(5, 5, 5), (5, 9, 5), (300, 7, 300)]
     by_rank = run_distributed(several, 3, cases)
     for skews, found in zip(cases, zip(*by_rank, strict=True), strict=True):

@@ -75,7 +75,7 @@ def run_on(layout: str, flags: str) -> list[float]:
 
 
 @pytest.mark.parametrize(("style", "saved_on", "loaded_on"), MOVES, ids=str)
-def test_L8_from_one_layout_to_others(style: str, saved_on: str, loaded_on: list[str], tmp_path: Path) -> None:
+def test_L8_R24_from_one_layout_to_others(style: str, saved_on: str, loaded_on: list[str], tmp_path: Path) -> None:
     flags = f"{(STYLES | OPTIONS)[style]} --train-iters 2 --lr-warmup-iters 1 --save-interval 100"
     assert len(run_on(saved_on, f"{flags} --save {tmp_path}/first")) == 2
     for number, layout in enumerate(loaded_on):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -141,6 +142,8 @@ class MegatronOptimizer(UpstreamMethods):
         self._measured: _Measured | None = None
         """Of gradients that `prepare_grads` has looked at and no update has used."""
         self._is_overflow_noted = False
+        self.around_update: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Opened around the computation of each update, in which nobody waits for other ranks."""
 
     def use_timers(self, timers: Timers) -> None:
         """Measure the parts of an update with these stopwatches from now on."""
@@ -273,7 +276,8 @@ class MegatronOptimizer(UpstreamMethods):
         is_left_out = self._looks_first and bool(found_inf.item())
         for unit in self._units:
             if not is_left_out:
-                _update(unit, self._step, divisor, found_inf)
+                with self.around_update():
+                    _update(unit, self._step, divisor, found_inf)
             # Before the write-back: it changes main parameters, of which the network then gets rounded copies.
             if self.after_update is not None:
                 assert len(self._units) == 1, (

@@ -8,6 +8,7 @@ each tensor is compared over every group of which all members hold the tensor; w
 
 from __future__ import annotations
 
+import math
 import platform
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -138,6 +139,8 @@ def compare_weights(chunks: Sequence[ModelChunk], groups: ProcessGroupCollection
     device = chunks[0].device
     sums = torch.stack([compute_checksum(part.values) for part in held]) if held else torch.zeros(0, device=device)
     differs = torch.zeros(len(held), dtype=torch.int64, device=device)
+    # The members of a group agree on what is unequal in it.
+    compared: list[tuple[Group, list[int], Tensor]] = []
     for name, group in _find_groups(chunks, groups).items():
         shared = [index for index, part in enumerate(held) if name in part.groups]
         if shared:
@@ -146,19 +149,43 @@ def compare_weights(chunks: Sequence[ModelChunk], groups: ProcessGroupCollection
             own = sums[place]
             gathered = own.new_empty(group.size() * len(shared))
             all_gather_into_tensor(gathered, own, group)
-            differs[place] |= (gathered.view(group.size(), -1) != own).any(dim=0).long()
+            unequal = (gathered.view(group.size(), -1) != own).any(dim=0)
+            differs[place] |= unequal.long()
+            compared.append((group, shared, unequal))
     any_differs = torch.cat([differs, differs.new_zeros(1)]).amax()
     all_reduce(any_differs, groups.world, op="max")
     if not any_differs.item():
         return None
     mine = {part.key: total for part, total, bad in zip(held, sums.tolist(), differs.tolist(), strict=True) if bad}
-    return describe_drift(all_gather_object((platform.node(), mine), groups.world))
+    distances: dict[str, float] = {}
+    for group, shared, unequal in compared:
+        for index in [shared[place] for place, is_unequal in enumerate(unequal.tolist()) if is_unequal]:
+            name = held[index].key[0]
+            distances[name] = max(distances.get(name, 0.0), _measure_distance(held[index].values, group))
+    together = all_gather_object((platform.node(), mine, distances), groups.world)
+    largest: dict[str, float] = {}
+    for _, _, own_distances in together:
+        for name, distance in own_distances.items():
+            largest[name] = max(distance, largest.get(name, 0.0))
+    return describe_drift([(host, found) for host, found, _ in together], largest)
 
 
-def describe_drift(found: Sequence[tuple[str, Mapping[Key, int]]]) -> str:
+def _measure_distance(values: Tensor, group: Group) -> float:
+    """Return the largest distance of an element from the mean of the group, as a share of the tensor's root mean
+    square; infinite where it is no number. Every member calls this."""
+    own = values.detach().reshape(-1).double()
+    mean = own.clone()
+    all_reduce(mean, group)
+    distance = (own - mean / group.size()).abs().max() / own.square().mean().sqrt().clamp(min=1e-30)
+    return float(distance.nan_to_num(nan=math.inf))
+
+
+def describe_drift(found: Sequence[tuple[str, Mapping[Key, int]]], distances: Mapping[str, float] | None = None) -> str:
     """In words: who holds other bits than most holders, in which tensors.
 
-    found: for each rank its host and the checksums of the tensors in which it differs from somebody.
+    found: for each rank its host and the checksums of the tensors in which it differs from somebody. distances: how far
+    apart holders are, by name: the tensor of the largest is named first, as others follow from it (a gradient changes
+    the norm that all are clipped by).
     """
     holders: dict[Key, dict[int, int]] = {}
     for rank, (_, sums) in enumerate(found):
@@ -174,6 +201,8 @@ def describe_drift(found: Sequence[tuple[str, Mapping[Key, int]]]) -> str:
         names = drifts.setdefault((tuple(rank for rank in by_rank if rank not in right), right), [])
         if name not in names:
             names.append(name)
+    for names in drifts.values():
+        names.sort(key=lambda name: -(distances or {}).get(name, 0.0))
     return "; ".join(
         _say_drift([f"rank {rank} ({found[rank][0]})" for rank in wrong], right, names)
         for (wrong, right), names in drifts.items()

@@ -1,29 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""--log-straggler: how long each rank computes forward and waits for data, and which rank is slower than its peers.
+"""--log-straggler: how long each rank works in each phase of an iteration, and which rank is slower than its peers.
 
-Timed are forward passes, without the fetching of their batches: there a rank waits for no other one, but for those of
-its tensor- and context-parallel group, which are as slow as the slowest of them. The line is upstream's: the ranks with
-the least and the most of a forward pass (Rtt, ms in an iteration), of fetching data (DRtt), and of throughput (Etpt,
-TFLOP/s, by a third of the operations of forward and backward).
+Timed is a rank's own work (work_clock.py): there it waits for no other one, but for those of its tensor- and
+context-parallel group, which are as slow as the slowest of them. The first line is upstream's: the ranks with the least
+and the most of a forward pass (Rtt, ms in an iteration), of fetching data (DRtt), and of throughput (Etpt, TFLOP/s, by
+a third of the operations of forward and backward).
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import statistics
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.core.collectives import all_gather_object
-from megatron.core.device import Mark, mark, measure_seconds_between
 from megatron.core.errors import say
 from megatron.training.config.container import RunConfig
 from megatron.training.config.reliability import ReliabilityConfig
+from megatron.training.hooks.work_clock import DATA, FORWARD, OWN_WORK, REST, PhaseTime, WorkClock
 from megatron.training.run import Hook, HookContext, Phase, Run, Step, StepResult
 
 if TYPE_CHECKING:
@@ -33,17 +34,27 @@ _REPORTS = 3
 """A rank is named when it was slow in so many reports in succession."""
 _SHARE = 0.1
 _DEVIATIONS = 5.0
-"""Slow is what is above the median by a tenth of it, and by so many median deviations from it."""
+_ERRORS = 3.0
+"""Slow is what is above the median by a tenth of it, by so many median deviations of the ranks from it, and by so many
+standard errors of the difference over the iterations of a report."""
+_LEAST_SHARE_OF_WORK = 0.05
+"""What is less of a rank's work in an iteration matters to nobody."""
 
 
 class RankTimes(NamedTuple):
     """Of one rank, per iteration of an interval."""
 
     host: str
-    forward_ms: float
-    data_ms: float
+    stage: int
+    """Of the pipeline: only ranks of one stage do the same work."""
+    phases: dict[str, PhaseTime]
     is_on: bool
     """State of this rank's switch; the first rank's counts."""
+
+    @property
+    def work_ms(self) -> float:
+        """Milliseconds of its own work."""
+        return sum(self.phases[phase].milliseconds for phase in OWN_WORK)
 
 
 @dataclass(frozen=True)
@@ -56,26 +67,47 @@ class Suspect:
     median: float
 
 
-def find_slow_ranks(phase: str, milliseconds: Sequence[float], least: float = 0.0) -> list[Suspect]:
+def find_slow_ranks(
+    phase: str, milliseconds: Sequence[float], least: float = 0.0, errors: Sequence[float] = ()
+) -> list[Suspect]:
     """Return the ranks whose time is far above the others': by the median and the median deviation from it, which
     a few slow ranks do not move. Two ranks have no majority: the slower one is compared with the faster one. least: a
-    smaller difference, in ms, matters to nobody."""
+    smaller difference, in ms, matters to nobody. errors: standard errors of the times."""
     if len(milliseconds) < 2:
         return []
+    errors = errors or [0.0] * len(milliseconds)
+    usual_error = statistics.median(errors)
     median = min(milliseconds) if len(milliseconds) == 2 else statistics.median(milliseconds)
     deviation = statistics.median(abs(value - median) for value in milliseconds) if len(milliseconds) > 2 else 0.0
-    limit = median + max(least, _SHARE * median, _DEVIATIONS * deviation)
-    return [Suspect(rank, phase, value, median) for rank, value in enumerate(milliseconds) if value > limit]
+    least = max(least, _SHARE * median, _DEVIATIONS * deviation)
+    return [
+        Suspect(rank, phase, value, median)
+        for rank, (value, error) in enumerate(zip(milliseconds, errors, strict=True))
+        if value > median + max(least, _ERRORS * math.hypot(error, usual_error))
+    ]
+
+
+def find_suspects(times: Sequence[RankTimes]) -> list[Suspect]:
+    """Return the ranks that are slower in a phase of their own work than the others of their pipeline stage."""
+    found = []
+    for stage in sorted({t.stage for t in times}):
+        peers = [rank for rank, t in enumerate(times) if t.stage == stage]
+        least = _LEAST_SHARE_OF_WORK * statistics.median(times[rank].work_ms for rank in peers)
+        for phase in OWN_WORK:
+            taken = [times[rank].phases[phase] for rank in peers]
+            suspects = find_slow_ranks(phase, [t.milliseconds for t in taken], least, [t.error for t in taken])
+            found += [replace(suspect, rank=peers[suspect.rank]) for suspect in suspects]
+    return found
 
 
 def describe_times(times: Sequence[RankTimes], flops_per_second: float, largest: int) -> list[str]:
     """Return the report's lines. flops_per_second: of the whole model in TFLOP/s times ms of forward; largest: how many
     of the slowest and fastest ranks are listed, none where it is 1."""
-    forward = [t.forward_ms for t in times]
+    forward, data = ([t.phases[phase].milliseconds for t in times] for phase in (FORWARD, DATA))
     rates = [flops_per_second / ms if ms else 0.0 for ms in forward]
     parts = [
         *_describe_extremes("Rtt", forward, "{:.2f}ms"),
-        *_describe_extremes("DRtt", [t.data_ms for t in times], "{:.2f}ms"),
+        *_describe_extremes("DRtt", data, "{:.2f}ms"),
         *_describe_extremes("Etpt", rates, "{:.2f}TF"),
     ]
     lines = [f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] | {' | '.join(parts)} |"]
@@ -84,7 +116,15 @@ def describe_times(times: Sequence[RankTimes], flops_per_second: float, largest:
         for name, what, ranks in (("Bottom", "lowest", order), ("Top", "highest", order[::-1])):
             listed = ", ".join(f"{rates[rank]:.2f}/{rank}" for rank in ranks[:largest])
             lines.append(f"^^^^ {name:6} {largest} Ranks with {what} Etpt(TF): {listed}")
-    return lines
+    work = ", ".join(_describe_phase(phase, times) for phase in OWN_WORK)
+    rest = _describe_phase(REST, times)
+    return [*lines, f"own work in an iteration, median and slowest rank: {work}; {rest}, waiting included"]
+
+
+def _describe_phase(phase: str, times: Sequence[RankTimes]) -> str:
+    taken = [t.phases[phase].milliseconds for t in times]
+    slowest = max(range(len(taken)), key=taken.__getitem__)
+    return f"{phase} {statistics.median(taken):.2f} and {taken[slowest]:.2f} ms (rank {slowest})"
 
 
 def _describe_extremes(name: str, values: Sequence[float], form: str) -> Iterator[str]:
@@ -102,8 +142,7 @@ class StragglerHook(Hook):
     def __init__(self, settings: ReliabilityConfig, log_interval: int) -> None:
         self._settings, self._log_interval = settings, log_interval
         self._is_on = not settings.disable_straggler_on_startup
-        self._forward: list[tuple[Mark, Mark]] = []
-        self._data_seconds = 0.0
+        self._clock = WorkClock()
         self._iterations = 0
         self._tokens = 0
         self._slow: Counter[tuple[str, int]] = Counter()
@@ -117,18 +156,8 @@ class StragglerHook(Hook):
         return cls(settings, config.logger.log_interval) if settings.log_straggler else None
 
     def on_train_start(self, run: Run) -> None:
-        """Time forward passes; on the first rank, listen for whoever switches reports on and off."""
-        begun: list[Mark] = []
-
-        def begin(*_: Any) -> None:
-            begun.append(mark())
-
-        def end(*_: Any) -> None:
-            self._forward.append((begun.pop(), mark()))
-
-        for chunk in run.model:
-            chunk.module.register_forward_pre_hook(begin)
-            chunk.module.register_forward_hook(end)
+        """Time this rank's work; on the first rank, listen for whoever switches reports on and off."""
+        self._clock.attach(run)
         if run.is_first_rank:
             self._listen()
 
@@ -136,53 +165,43 @@ class StragglerHook(Hook):
         """The same step, whose fetching of data is timed."""
 
         def time_data(run: Run, batches: Iterator[Batch]) -> None:
-            step(run, self._time(batches))
+            step(run, self._clock.time_data(batches))
 
         return time_data
 
-    def _time(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        while True:
-            begun = time.perf_counter()
-            batch = next(batches)
-            self._data_seconds += time.perf_counter() - begun
-            yield batch
-
     def on_step_start(self, run: Run) -> None:
-        """Forget what an evaluation has added."""
-        if self._iterations == 0:
-            self._forward.clear()
+        """Begin an iteration."""
+        self._clock.begin_iteration()
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Report at the interval. Every rank takes part, also where reports are switched off: who knows may be
         another one."""
+        self._clock.end_iteration()
         self._iterations += 1
         self._tokens += result.samples * run.seq_length
         if run.progress.iteration % self._log_interval:
             return
-        seconds = sum(measure_seconds_between(begun, ended) for begun, ended in self._forward)
-        own = RankTimes(
-            socket.gethostname(), 1e3 * seconds / self._iterations, 1e3 * self._data_seconds / self._iterations,
-            self._is_on,
-        )  # fmt: skip
+        own = RankTimes(socket.gethostname(), run.groups.pp.rank(), self._clock.read(), self._is_on)
         times = all_gather_object(own, run.groups.world)
-        if run.is_first_rank and times[0].is_on:
-            self._report(run, times)
-        self._forward.clear()
+        if times[0].is_on:
+            for phase in OWN_WORK:
+                taken = [t.phases[phase].milliseconds for t in times]
+                run.metrics.record(f"{phase}-ms-of-slowest-rank", max(taken), reduce="last")
+                run.metrics.record(f"{phase}-ms-of-median-rank", statistics.median(taken), reduce="last")
+            if run.is_first_rank:
+                self._report(run, times)
         self._iterations = self._tokens = 0
-        self._data_seconds = 0.0
 
     def _report(self, run: Run, times: Sequence[RankTimes]) -> None:
         # Forward is a third of forward and backward; TFLOP/s x ms of one rank's share.
         work = (run.flops_per_token or 0.0) * self._tokens / self._iterations / 3 / len(times) / 1e9
         for line in describe_times(times, work, self._settings.straggler_minmax_count):
             say(line)
-        forward = [t.forward_ms for t in times]
-        # Fetching takes next to nothing where loaders read ahead: twice of that is not slow.
-        least = _SHARE * statistics.median(forward)
-        found = [
-            *find_slow_ranks("forward", forward),
-            *find_slow_ranks("fetching data", [t.data_ms for t in times], least),
-        ]
+        self._accuse(times)
+
+    def _accuse(self, times: Sequence[RankTimes]) -> None:
+        """Name whoever was slow in enough reports in succession."""
+        found = find_suspects(times)
         for key in set(self._slow) - {(suspect.phase, suspect.rank) for suspect in found}:
             del self._slow[key]
         for suspect in found:

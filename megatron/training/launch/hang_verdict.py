@@ -4,13 +4,14 @@ read.
 
 A rank that is stopped or has ended is the culprit. Otherwise a rank waits for those members of the group of its last
 collective that have entered fewer collectives there; the culprits are waited for, directly or through others, and wait
-for nobody. Where all members have entered as many, those are named whose collective is another one.
+for nobody. Where all wait for each other in a circle, groups come in another order on those that most wait for. Where
+all members have entered as many, those are named whose collective is another one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,15 +104,30 @@ def _find_absent(states: Sequence[RankState]) -> Verdict | None:
         if call is not None and call.kind != _SEND:
             behind = [r for r in call.ranks if r in by_rank and _count(by_rank[r], call) < call.number]
             waits_for[state.rank] = behind
-    wanted = {rank for ranks in waits_for.values() for rank in ranks}
+    wanted = Counter(rank for ranks in waits_for.values() for rank in ranks)
     found = [by_rank[rank] for rank in sorted(wanted) if not waits_for.get(rank)]
     if not found:
-        return None
+        return _find_other_order(by_rank, wanted) if wanted else None
     waiting = [s for s in states if any(r == f.rank for f in found for r in waits_for.get(s.rank, ()))]
     call = waiting[0].last_call
     assert call is not None, "it waits in one"
     have = "has" if len(found) == 1 else "have"
     return _accuse(found, f"{have} not entered {_say_call(call)} {_place(found[0])}", waiting)
+
+
+def _find_other_order(by_rank: Mapping[int, RankState], wanted: Counter[int]) -> Verdict:
+    """Find the ranks that most others wait for, where all wait for each other in a circle."""
+    most = max(wanted.values())
+    found = [by_rank[rank] for rank in sorted(wanted) if wanted[rank] == most]
+    call = found[0].last_call
+    assert call is not None, "it waits in one"
+    others = [by_rank[rank] for rank in sorted(wanted) if wanted[rank] < most]
+    if not others:  # no majority
+        text = f"wait for each other, rank {found[0].rank} in {_say_call(call)} {_place(found[0])}: their groups"
+        return _accuse(found, f"{text} come in another order on each", others)
+    be, whose = ("is", "its") if len(found) == 1 else ("are", "their")
+    text = f"{be} in {_say_call(call)}, {_place(found[0])}, where ranks are missing that wait for it"
+    return _accuse(found, f"{text}: {whose} groups come in another order", others)
 
 
 def _find_other_collective(states: Sequence[RankState]) -> Verdict | None:

@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
+import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -15,13 +18,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from megatron.core.errors import TemporaryError, say, tell_launcher
 from megatron.core.process_groups_config import group_ranks
-from megatron.core.progress_record import ENDED, ProgressRecord
+from megatron.core.progress_record import ENDED, VERDICT, ProgressRecord
 from megatron.core.traffic import Meter
 from megatron.training.config.container import RunConfig
 from megatron.training.launch import hang_watcher
@@ -31,6 +35,11 @@ T = TypeVar("T")
 _POLL_SECONDS = 0.25
 _PATIENCE_SECONDS = 3.0
 """A run that is over before needs no watcher; one with a limit of its own gets it at once."""
+_DIRECTORIES = "megatron_hang_watch_"
+_NEW_SECONDS = 60.0
+"""A directory that is younger may not be locked yet."""
+_MOST_ENTRIES = 20
+"""Of the flight recorder, in the report."""
 _FEW_STEPS = 10
 _SHORTEST_SECONDS = 60.0
 _USUAL_STEPS = 20.0
@@ -46,7 +55,7 @@ class HangWatch:
         """seconds: --hang-timeout, None where it follows from the first steps; most_seconds: until then; save: where a
         report is written. Raises OSError where records cannot be kept."""
         self._launch, self._seconds, self._save = launch, seconds, save
-        self._directory = _agree_on_directory(launch, store)
+        self._directory, self._lock = _agree_on_directory(launch, store)
         self._path = self._directory / f"rank_{launch.rank}.progress"
         self._record = ProgressRecord.make(self._path, launch.rank)
         self._record.set_limit(most_seconds if seconds is None else seconds)
@@ -96,20 +105,28 @@ class HangWatch:
         self._record.leave_step(ENDED)
         faulthandler.unregister(hang_watcher.STACK_SIGNAL)
         self._stack_file.close()
-        for path in (self._path, self._path.with_suffix(".stack")):
+        for path in (self._path, self._path.with_suffix(".stack"), self._path.with_suffix(hang_watcher.RECORDER)):
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # not the last one of this host
             self._directory.rmdir()
+        if self._lock is not None:
+            os.close(self._lock)
 
     def _listen(self) -> None:
         starts_at = time.monotonic() + (_PATIENCE_SECONDS if self._seconds is None else 0.0)
-        is_started = self._launch.local_rank != 0
+        is_started, says = self._launch.local_rank != 0, False
         while not self._ended.wait(_POLL_SECONDS):
             if not is_started and time.monotonic() >= starts_at:
                 is_started = True
                 with contextlib.suppress(OSError):
                     self._start_watcher()
-            if self._record.has_verdict:
+            told = self._record.told
+            if told and not says:
+                says = True
+                # An observer: whatever is wrong with it, the others' stacks are there.
+                with contextlib.suppress(Exception):
+                    self._path.with_suffix(hang_watcher.RECORDER).write_text(read_flight_recorder())
+            if told == VERDICT:
                 self._leave()
 
     def _start_watcher(self) -> None:
@@ -129,13 +146,33 @@ class HangWatch:
         """End this process, whatever its main thread waits for."""
         sentence = "the job makes no progress"
         with contextlib.suppress(OSError):
-            sentence = (self._directory / hang_watcher.VERDICT).read_text()
+            sentence = (self._directory / hang_watcher.VERDICT_FILE).read_text()
         error = TemporaryError(sentence)
         tell_launcher(error)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         os._exit(error.exit_code)
+
+
+def read_flight_recorder() -> str:
+    """Return the collectives that torch's flight recorder, of NCCL or of gloo, holds for unfinished, a line for each;
+    the last one where none is."""
+    functions = torch._C._distributed_c10d
+    # torch has no public function for it. NCCL's own is there in builds with CUDA only.
+    is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    dump = getattr(functions, "_dump_nccl_trace_json" if is_nccl else "_dump_fr_trace_json")
+    entries = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
+    under_way = [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
+    head = f"{len(under_way)} of {len(entries)} collectives are under way; the first of them, or the last of all:"
+    return "\n".join([head, *(_describe_entry(entry) for entry in under_way[:_MOST_ENTRIES] or entries[-1:])])
+
+
+def _describe_entry(entry: dict[str, Any]) -> str:
+    sizes = ", ".join("x".join(map(str, size)) or "1" for size in entry["input_sizes"])
+    number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+    state = "finished" if entry["retired"] else entry["state"]
+    return f"{entry['profiling_name']} number {number} of group {entry['process_group'][1]} ({sizes}): {state}"
 
 
 def build_hang_watch(config: RunConfig, launch: Launch, store: dist.Store) -> HangWatch | None:
@@ -156,11 +193,31 @@ def _prefix(launch: Launch) -> str:
     return f"megatron/hang/{launch.attempt}"
 
 
-def _agree_on_directory(launch: Launch, store: dist.Store) -> Path:
-    """The directory of this host's ranks, which the first of them makes; in memory where there is such a place."""
-    key = f"{_prefix(launch)}/directory/{socket.gethostname()}"
+def _agree_on_directory(launch: Launch, store: dist.Store) -> tuple[Path, int | None]:
+    """The directory of this host's ranks, which the first of them makes and keeps locked; in memory where there is such
+    a place."""
+    # Two nodes may have one name: containers, or two launchers on one machine.
+    key = f"{_prefix(launch)}/directory/{socket.gethostname()}/{launch.node}"
+    lock = None
     if launch.local_rank == 0:
-        memory = "/dev/shm"
-        place = memory if os.access(memory, os.W_OK) else None
-        store.set(key, tempfile.mkdtemp(prefix="megatron_hang_watch_", dir=place))
-    return Path(store.get(key).decode())
+        place = Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
+        _remove_abandoned(place)
+        directory = tempfile.mkdtemp(prefix=_DIRECTORIES, dir=place)
+        lock = os.open(directory, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        store.set(key, directory)
+    return Path(store.get(key).decode()), lock
+
+
+def _remove_abandoned(place: Path) -> None:
+    """Remove directories of jobs that were killed: nobody holds their lock."""
+    for path in place.glob(f"{_DIRECTORIES}*"):
+        with contextlib.suppress(OSError):  # another user's, or another job's that is alive
+            if time.time() - path.stat().st_mtime < _NEW_SECONDS:
+                continue
+            lock = os.open(path, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.core.errors import say
-from megatron.core.progress_record import ENDED, STEP, ProgressRecord
+from megatron.core.progress_record import ALARM, ENDED, STEP, VERDICT, ProgressRecord
 from megatron.training.launch.hang_verdict import RankState, Verdict, judge
 
 if TYPE_CHECKING:
@@ -36,11 +36,14 @@ if TYPE_CHECKING:
 RECORD = "rank_*.progress"
 STACK_SIGNAL = signal.SIGRTMIN + 7
 """Makes a rank write its Python stack, whatever it is doing; no launcher sends it."""
-VERDICT = "verdict.txt"
+VERDICT_FILE = "verdict.txt"
+RECORDER = ".recorder"
+"""Suffix of the file in which a rank writes what torch's flight recorder knows."""
 _POLL_SECONDS = 0.25
+_SHORT_LIMIT_SECONDS = 20.0
 _ANSWER_SECONDS = 1.5
 """Seconds that the judge waits for the other hosts."""
-_STACK_SECONDS = 0.3
+_STACK_SECONDS = 0.4
 _END_SECONDS = 1.5
 """Ranks end by themselves in this time, or are killed."""
 _MOST_STACK_BYTES = 60_000
@@ -72,8 +75,10 @@ class Watched:
 
     @property
     def is_half_way(self) -> bool:
-        """True where half of the limit has passed."""
+        """True where half of the limit has passed, or where half of it may be too short for what is to be done then."""
         seen = self.record.read()
+        if 0 < seen.limit_seconds < _SHORT_LIMIT_SECONDS:
+            return True
         return seen.phase == STEP and 0 < seen.limit_seconds <= 2 * (time.monotonic() - self.moved_at)
 
     def describe(self) -> RankState:
@@ -83,10 +88,10 @@ class Watched:
         silent = time.monotonic() - self.moved_at
         return RankState(socket.gethostname(), state in ("T", "t"), state is None, round(silent, 1), seen)
 
-    def read_stack(self) -> str:
-        """Return what the rank has written at STACK_SIGNAL."""
+    def read_note(self, suffix: str) -> str:
+        """Return what the rank has written, at STACK_SIGNAL or ALARM, into its file with this suffix."""
         with contextlib.suppress(OSError):
-            return self.path.with_suffix(".stack").read_text(errors="replace")[-_MOST_STACK_BYTES:].strip()
+            return self.path.with_suffix(suffix).read_text(errors="replace")[-_MOST_STACK_BYTES:].strip()
         return ""
 
 
@@ -198,13 +203,17 @@ class Watcher:
 
     def _collect_stacks(self) -> str:
         for watched in self._ranks.values():
+            watched.record.tell(ALARM)
             with contextlib.suppress(OSError):
                 os.kill(watched.record.read().process, STACK_SIGNAL)
         time.sleep(_STACK_SECONDS)
         texts = []
         for watched in self._ranks.values():
-            stack = watched.read_stack() or "no stack: the process is stopped, or has ended"
-            texts.append(f"Python stack of rank {watched.record.read().rank}\n{stack}")
+            rank = watched.record.read().rank
+            stack = watched.read_note(".stack") or "no stack: the process is stopped, or has ended"
+            texts.append(f"Python stack of rank {rank}\n{stack}")
+            if calls := watched.read_note(RECORDER):
+                texts.append(f"Flight recorder of rank {rank}\n{calls}")
         return "\n\n".join(texts)
 
     def _write_report(self, verdict: Verdict | None, states: Iterable[RankState], stacks: str) -> str:
@@ -223,11 +232,11 @@ class Watcher:
 
     def _end_ranks(self, verdict: Verdict | None, sentence: str) -> None:
         with contextlib.suppress(OSError):
-            (self._directory / VERDICT).write_text(sentence)
+            (self._directory / VERDICT_FILE).write_text(sentence)
         if verdict is not None:
             say(f"error: {sentence}", sys.stderr)
         for watched in self._ranks.values():
-            watched.record.say_verdict()
+            watched.record.tell(VERDICT)
         deadline = time.monotonic() + _END_SECONDS
         left = [w.record.read().process for w in self._ranks.values()]
         while left and time.monotonic() < deadline:

@@ -47,6 +47,8 @@ class Launch:
     """Number of times that torchrun has restarted the job: an earlier attempt's messages are not ours."""
     job: str = "N/A"
     """SLURM's id of the job."""
+    node: str = "0"
+    """Number of this node among those of the launcher (torchrun's agents, SLURM's nodes), where that says it."""
 
 
 def read_launch(environ: Mapping[str, str]) -> Launch:
@@ -58,7 +60,8 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
         launch = _read_torchrun_launch(environ)
     elif "SLURM_PROCID" in environ and "SLURM_NTASKS" in environ:
         launch = _read_slurm_launch(environ)
-    return dataclasses.replace(launch, job=environ.get("SLURM_JOB_ID", launch.job))
+    node = environ.get("GROUP_RANK", environ.get("SLURM_NODEID", launch.node))
+    return dataclasses.replace(launch, job=environ.get("SLURM_JOB_ID", launch.job), node=node)
 
 
 def add_world_size(environ: Mapping[str, str]) -> dict[str, str]:

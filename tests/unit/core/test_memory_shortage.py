@@ -79,7 +79,7 @@ def test_errors_of_memory_are_told_from_others() -> None:
     assert [format_bytes(n) for n in (999, 1500, 274.9e9, 2e21)] == ["999 bytes", "1.5 KB", "274.9 GB", "2000.0 EB"]
 
 
-def test_shortage_in_a_step_names_what_there_is_and_what_needs_less() -> None:
+def test_R18_shortage_in_a_step_names_what_there_is_and_what_needs_less() -> None:
     config = read_run_config([*FLAGS.split(), "--micro-batch-size", "4"], {})
 
     def forward_step(*_: object) -> object:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.core.progress_record import OUTSIDE, STEP, ProgressRecord
+from megatron.core.progress_record import OUTSIDE, STEP, VERDICT, ProgressRecord
 from megatron.core.traffic import Traffic
 
 
@@ -43,8 +43,17 @@ def test_groups_of_any_ranks_and_number_are_written_down(tmp_path: Path) -> None
     assert found == {(0,), tuple(range(0, 4096, 8)), (0, 1, 5, 7), (7, 3, 0), (), (0, 1)}
 
 
+def test_groups_of_one_axis_with_the_same_members_are_told_apart(tmp_path: Path) -> None:
+    record = ProgressRecord.make(tmp_path / "rank_0.progress", 0)
+    for ranks in ([0, 1], [0, 1], [0, 2], [0, 1]):
+        record.build_meter("pp", ranks, None).add("pp", "all_reduce", 1, 2)
+    assert sorted(call.group for call in record.read().calls) == [
+        ("pp", (0, 1)), ("pp", (0, 2)), ("pp 2", (0, 1)), ("pp 3", (0, 1)),
+    ]  # fmt: skip
+
+
 def test_the_verdict_reaches_the_process(tmp_path: Path) -> None:
     record = ProgressRecord.make(tmp_path / "rank_0.progress", 0)
-    assert not record.has_verdict
-    ProgressRecord(tmp_path / "rank_0.progress", writes=False).say_verdict()
-    assert record.has_verdict
+    assert record.told == 0
+    ProgressRecord(tmp_path / "rank_0.progress", writes=False).tell(VERDICT)
+    assert record.told == VERDICT

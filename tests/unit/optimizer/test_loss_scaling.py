@@ -132,7 +132,7 @@ def test_an_overflow_changes_nothing_but_the_scale() -> None:
         ("--loss-scale 16", "with --loss-scale 16 after 0.*leave out --loss-scale"),
     ],
 )
-def test_an_overflow_that_no_smaller_scale_can_mend_stops_the_run(flags: str, named: str) -> None:
+def test_R17_an_overflow_that_no_smaller_scale_can_mend_stops_the_run(flags: str, named: str) -> None:
     with pytest.raises(NonFiniteError, match=named):
         step(*optimizer_of(flags), "x")
     model, optimizer = optimizer_of(f"{flags} --no-check-for-nan-in-loss-and-grad")

@@ -102,7 +102,7 @@ def test_runs_that_go_on_after_starting_over_keep_the_earlier_ones_checkpoints(
     assert saved(root) >= {"iter_0000005", "iter_0000006"} and "iter_0000003" not in saved(root)
 
 
-def test_a_finished_run_is_not_run_again(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_R23_a_finished_run_is_not_run_again(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = contents(root)
     flags = ("--train-iters", "4", "--save", root, "--load", root, "--save-interval", "2", "--eval-iters", "1")
     train_tiny(*flags, "--metrics-dir", root / "metrics", "--log-progress")

@@ -272,7 +272,7 @@ def test_what_cannot_be_printed_is_dropped(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's full disk")
-def test_a_log_on_a_full_disk(tmp_path: Path) -> None:
+def test_R21_a_log_on_a_full_disk(tmp_path: Path) -> None:
     """Standard output and standard error on it, from the first line to the exit: trained, saved, exit code 0."""
     flags = [*TINY, "--save", tmp_path / "save", "--save-interval", "100", "--metrics-dir", tmp_path]
     with open("/dev/full", "w") as full:

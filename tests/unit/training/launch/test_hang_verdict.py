@@ -91,6 +91,18 @@ def test_the_rank_in_another_collective_is_named(seed: int) -> None:
     assert "where the rest of the group is in all_reduce number" in verdict.sentence
 
 
+def test_ranks_whose_groups_come_in_another_order_are_named() -> None:
+    for size, culprits in ((5, (2,)), (2, (0, 1))):
+        job = _Job(3)
+        job.size, everybody = size, tuple(range(size))
+        job.calls = [{} for _ in range(size)]
+        for rank in everybody:
+            job.enter(rank, ("dp" if rank == 2 or size == 2 and rank else "world", everybody), "all_reduce")
+        verdict = judge(job.states(), size)
+        assert verdict.culprits == culprits, verdict.sentence
+        assert "come in another order" in verdict.sentence
+
+
 def test_stopped_ended_and_unheard_ranks_are_the_culprits_whatever_the_others_do() -> None:
     job = _Job(1)
     job.play(9, frozen=1)

@@ -41,7 +41,7 @@ def test_the_rank_that_ended_is_named(four: tuple[Store, list[Presence]]) -> Non
     assert ranks[3].find_lost_ranks() == [2], "as rank 0 did above"
 
 
-def test_without_the_store_it_was_the_rank_that_served_it(four: tuple[Store, list[Presence]]) -> None:
+def test_R12_without_the_store_it_was_the_rank_that_served_it(four: tuple[Store, list[Presence]]) -> None:
     class Gone:
         def set(self, key: str, value: str) -> None:
             raise RuntimeError("Broken pipe")

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank's own work in an iteration, phase by phase: fetching data, forward, backward, the optimizer's update. The rest
+of an iteration is communication, and waiting for others.
+
+Backward begins when the gradient of a chunk's output arrives, and ends with the engine's pass. Only marks are taken on
+the way (device.py), so that nobody waits for the device before the times are read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.device import Mark, mark, measure_seconds_between
+from megatron.training.run import Run
+
+if TYPE_CHECKING:
+    from megatron.training.data.loading import Batch
+
+DATA, FORWARD, BACKWARD, OPTIMIZER, REST = "data", "forward", "backward", "optimizer", "communication"
+OWN_WORK = (DATA, FORWARD, BACKWARD, OPTIMIZER)
+
+
+class PhaseTime(NamedTuple):
+    """Milliseconds of one phase in an iteration: the mean over some, and its standard error."""
+
+    milliseconds: float
+    error: float
+
+
+class WorkClock:
+    """Times the iterations of a run, from `attach` on."""
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[str, Mark, Mark]] = []
+        """Of the iteration under way."""
+        self._data_seconds = 0.0
+        self._began: Mark | None = None
+        self._iterations: list[tuple[list[tuple[str, Mark, Mark]], float, Mark, Mark]] = []
+
+    def attach(self, run: Run) -> None:
+        """Take marks around the forward and backward passes of the run's chunks, and around its updates."""
+        begun: list[Mark] = []
+
+        def begin_forward(*_: Any) -> None:
+            begun.append(mark())
+
+        def end_forward(module: nn.Module, _: Any, output: Any) -> None:
+            self._marks.append((FORWARD, begun.pop(), mark()))
+            parts = output if isinstance(output, tuple) else (output,)
+            last = next((part for part in parts if isinstance(part, Tensor) and part.requires_grad), None)
+            if last is not None and torch.is_grad_enabled():
+                last.register_hook(self._begin_backward)
+
+        for chunk in run.model:
+            chunk.module.register_forward_pre_hook(begin_forward)
+            chunk.module.register_forward_hook(end_forward)
+        run.optimizer.around_update = self._time_update
+
+    def _begin_backward(self, _: Tensor) -> None:
+        begun = mark()
+        # Called when the pass that is under way has computed all gradients.
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._marks.append((BACKWARD, begun, mark())))
+
+    @contextlib.contextmanager
+    def _time_update(self) -> Iterator[None]:
+        begun = mark()
+        yield
+        self._marks.append((OPTIMIZER, begun, mark()))
+
+    def time_data(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield the same micro-batches, whose fetching is timed."""
+        while True:
+            begun = time.perf_counter()
+            batch = next(batches)
+            self._data_seconds += time.perf_counter() - begun
+            yield batch
+
+    def begin_iteration(self) -> None:
+        """Forget what an evaluation has added."""
+        self._marks, self._data_seconds, self._began = [], 0.0, mark()
+
+    def end_iteration(self) -> None:
+        """Keep the iteration that began last."""
+        if self._began is not None:
+            self._iterations.append((self._marks, self._data_seconds, self._began, mark()))
+
+    def read(self) -> dict[str, PhaseTime]:
+        """The phases of the iterations since the last call, of which there must be one, and begin anew. Waits for the
+        device."""
+        found: dict[str, list[float]] = defaultdict(list)
+        for marks, data_seconds, began, ended in self._iterations:
+            seconds = dict.fromkeys(OWN_WORK, 0.0) | {DATA: data_seconds}
+            for phase, begun, done in marks:
+                seconds[phase] += measure_seconds_between(begun, done)
+            rest = measure_seconds_between(began, ended) - sum(seconds.values())
+            for phase, value in (seconds | {REST: max(0.0, rest)}).items():
+                found[phase].append(1e3 * value)
+        self._iterations = []
+        return {phase: _summarise(values) for phase, values in found.items()}
+
+
+def _summarise(values: list[float]) -> PhaseTime:
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return PhaseTime(statistics.fmean(values), error)
