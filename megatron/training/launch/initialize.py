@@ -26,6 +26,7 @@ from megatron.core.errors import ConfigError, explain_refused_memory, format_byt
 from megatron.core.host_memory import keep_freed_host_memory
 from megatron.core.kernels.launching import find_obstacle
 from megatron.core.mesh import DEFAULT_ORDER, PIPELINE_BEFORE_DATA_ORDER, RankGrid
+from megatron.core.parent_death import end_with_parent
 from megatron.core.plan.stages import build_virtual_stages, find_embedding_use
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -96,6 +97,9 @@ def initialize(config: RunConfig) -> Process:
     timeout = timedelta(minutes=config.distributed.distributed_timeout_minutes)
     presence = watch = connections = None
     # A program that has joined the processes itself (Ray's do) watches over them itself.
+    if launch.agent_store and not dist.is_initialized():
+        # torchrun itself may be killed. What it has started would train on, while it is started again beside it.
+        end_with_parent(os.getppid())
     if launch.world_size > 1 and not dist.is_initialized():
         backend = config.distributed.distributed_backend or device_module.choose_backend(device)
         store = open_store(launch, timeout.total_seconds())
