@@ -11,6 +11,7 @@ entries          the parameters of a model, each with its tensors in the files
 quantised        weights in FP8 and MXFP4, read as bfloat16
 own_family       a family of the user's own
 weight_stream    whole tensors out of a running model
+weight_buckets   the same in buckets, to another process
 running          what training reads and writes Hugging Face directories with
 convert          the command line: python -m megatron.bridge.convert
 """
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["AutoBridge"]  # noqa: F822
+__all__ = ["AutoBridge", "broadcast_buckets", "receive_buckets", "send_buckets", "stream_weights"]  # noqa: F822
 
 
 def __getattr__(name: str) -> Any:
@@ -28,4 +29,8 @@ def __getattr__(name: str) -> Any:
         from megatron.hf.auto_bridge import AutoBridge
 
         return AutoBridge
+    if name in __all__:
+        from megatron.hf import weight_buckets
+
+        return getattr(weight_buckets, name)
     raise AttributeError(f"megatron.hf has no attribute {name!r}")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.errors import CheckpointError, StorageError
+from megatron.core.errors import CheckpointError, StorageError, TemporaryError
+from megatron.core.mesh import RankGrid
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.hf import broadcast_buckets, receive_buckets, send_buckets, stream_weights
 from megatron.hf.auto_bridge import AutoBridge
 from megatron.hf.conversion import Source, export_model, open_model
 from megatron.hf.convert import convert, parse_arguments
 from megatron.hf.running import HuggingFaceFiles
 from megatron.hf.tensor_files import open_tensors
+from megatron.hf.weight_buckets import pack_buckets
 from megatron.training.checkpoint.foreign_files import save_foreign
 from megatron.training.checkpoint.save_and_load import save_checkpoint
 from megatron.training.flags.read import read_run_config
@@ -27,7 +32,7 @@ from megatron.training.loop import train
 from megatron.training.recipes.gpt import build_gpt_recipe
 from megatron.training.verify.parity import open_local_run, trace_rank
 from megatron.training.verify.parity_layouts import parse_layout
-from tests.parallel.harness import run_distributed
+from tests.parallel.harness import distributed, run_distributed
 from tests.parallel.small_training import own_rank
 from tests.preprocess_runs import DATA
 
@@ -192,3 +197,57 @@ def test_several_processes_convert_a_share_each(tmp_path: Path) -> None:
     failed.mkdir()
     told = run_distributed(convert_together, 2, directory, failed, 1)
     assert told[0][0] == told[1][0] and "cannot be read" in told[0][0] and list(failed.iterdir()) == []
+
+
+BUCKET_BYTES = 9000
+
+
+def send_to(address: Path, directory: Path, layout_text: str) -> tuple[dict[str, Tensor], list[int]]:
+    """Start from a directory, hand the weights to the process at the address, then to all ranks, which return theirs
+    with the bytes of the buckets of several."""
+    layout = parse_layout(layout_text)
+    argv = [*RUN.split(), "--load", f"hf:{directory}", *layout.flags]
+    config = read_run_config(argv, {"WORLD_SIZE": str(layout.world_size)})
+    recipe = dataclasses.replace(build_gpt_recipe(config), foreign_files=HuggingFaceFiles())
+    with open_local_run(config, recipe, own_rank(config)) as run:
+        send_buckets(stream_weights(run, BUCKET_BYTES), address, timeout_seconds=60)
+        buckets = [*stream_weights(run, BUCKET_BYTES, on_all_ranks=True)]
+    sizes = [sum(each.nbytes for each in bucket.values()) for bucket in buckets if len(bucket) > 1]
+    return {name: tensor for bucket in buckets for name, tensor in bucket.items()}, sizes
+
+
+def test_buckets_of_weights_reach_another_process(tmp_path: Path) -> None:
+    """tp2, pp2, ep2 -> one process by shared memory, and all ranks: the tensors of the directory, bit for bit."""
+    pytest.importorskip("transformers")
+    from tests.unit.training.recipes.test_model_families import make
+
+    kind, settings, *_ = CASES["experts"]
+    directory = tmp_path / "hf"
+    make(kind, **settings).to(torch.float32).save_pretrained(directory)
+    address = tmp_path / "weights"
+    with ThreadPoolExecutor() as threads:
+        received = threads.submit(lambda: [*receive_buckets(address)])
+        ranks = run_distributed(send_to, 4, address, directory, "tp2,sp,pp2,ep2,etp1")
+        buckets = received.result(timeout=60)
+    expected = read_all(directory)
+    assert_same_tensors({name: tensor for bucket in buckets for name, tensor in bucket.items()}, expected)
+    assert len(buckets) > 5
+    for tensors, sizes in ranks:
+        assert_same_tensors(tensors, expected)
+        assert sizes and max(sizes) <= BUCKET_BYTES
+
+
+@distributed(world_size=3)
+def test_buckets_go_to_all_members_of_a_group() -> None:
+    drawn = {f"{size}": torch.arange(size, dtype=dtype) for size, dtype in ((3, torch.float32), (70, torch.bfloat16))}
+    tensors = {**drawn, "whole": torch.tensor(7), "large": torch.arange(300.0).view(30, 10).t()}
+    groups = ProcessGroupCollection.build(RankGrid(3), dist.get_rank())
+    buckets = pack_buckets(tensors.items(), 200) if dist.get_rank() == 1 else None
+    found = [*broadcast_buckets(buckets, groups.world, source=1)]
+    assert [[*bucket] for bucket in found] == [["3", "70", "whole"], ["large"]]
+    assert_same_tensors({name: tensor for bucket in found for name, tensor in bucket.items()}, tensors)
+
+
+def test_nobody_receives(tmp_path: Path) -> None:
+    with pytest.raises(TemporaryError, match="nobody receives weights"):
+        send_buckets([{"a": torch.ones(3)}], tmp_path / "nobody", timeout_seconds=0)
