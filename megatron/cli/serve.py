@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.cli.inference_flags import read_upstream_flags
 from megatron.cli.trained import add_model_arguments, open_model, speaks
 from megatron.core.errors import ConfigError, TemporaryError, command_line, say
 from megatron.training.flags.argument import ProgramParser, path
@@ -47,22 +48,41 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--api-key-file", metavar="FILE", type=path, help="file with a key on each line")
     add("--request-timeout", metavar="SECONDS", type=float, default=600.0, help="of one request (600)")
     add("--max-waiting", metavar="N", type=int, default=256, help="requests that may wait; more get 429 (256)")
-    add = parser.add_argument_group("the engine").add_argument
-    add("--inference-max-seq-length", metavar="N", type=int, help="tokens of a text, prompt included (the model's)")
-    add("--inference-dynamic-batching-max-requests", metavar="N", type=int, default=64, help="at work together (64)")
-    add("--inference-dynamic-batching-max-tokens", metavar="N", type=int, default=512, help="of one pass (512)")
-    add("--capacity-tokens", metavar="N", type=int, help="tokens of all texts together (8 of the longest)")
-    add("--no-prefix-caching", action="store_true", help="compute every prompt anew")
-    add("--num-speculative-tokens", metavar="N", type=int, default=0, help="tokens drafted at a time (0: none)")
-    add("--speculate", choices=["lookup", "mtp"], default="lookup", help="who drafts them (lookup: the text so far)")
-    arguments = parser.parse_args(argv)
+    add("--inference-text-gen-server-logging", action="store_true", help="a line for each request")
+    add("--inference-logging-step-interval", metavar="N", type=int, default=0, help="a line every N passes (0: none)")
+    _add_engine_arguments(parser)
+    arguments, rest = parser.parse_known_args(argv)
+    arguments.notes = [*read_upstream_flags(rest, parser.see)]
     if not 0 <= arguments.port < 65536:
         raise ConfigError(f"--port {arguments.port} must be 0 to 65535")
+    if arguments.inference_logging_step_interval < 0:
+        raise ConfigError("--inference-logging-step-interval must be at least 0, for no lines")
+    if not (arguments.inference_dynamic_batching_buffer_size_gb or 1) > 0:
+        raise ConfigError("--inference-dynamic-batching-buffer-size-gb must be above 0")
+    if arguments.no_prefix_caching and arguments.inference_dynamic_batching_prefix_caching:
+        raise ConfigError("--inference-dynamic-batching-prefix-caching and its opposite are given; leave one out")
     if not arguments.request_timeout > 0 or arguments.max_waiting < 0:
         raise ConfigError("--request-timeout must be above 0, and --max-waiting at least 0")
     if not arguments.load.exists():
         raise ConfigError(f"--load {arguments.load} does not exist")
     return arguments
+
+
+def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("the engine").add_argument
+    begin = "--inference-dynamic-batching-"
+    add("--inference-max-seq-length", metavar="N", type=int, help="tokens of a text, prompt included (the model's)")
+    add(f"{begin}max-requests", "--inference-max-requests", metavar="N", type=int, default=64,
+        dest="inference_dynamic_batching_max_requests", help="at work together (64)")  # fmt: skip
+    add(f"{begin}max-tokens", metavar="N", type=int, default=512, help="of one pass (512)")
+    add("--capacity-tokens", metavar="N", type=int, help="tokens of all texts together (8 of the longest)")
+    add(f"{begin}buffer-size-gb", metavar="X", type=float, help="the same as memory of each process, in GB")
+    add(f"{begin}prefix-caching", action="store_true", help="texts that begin alike share memory (on)")
+    add("--no-prefix-caching", f"--no-{begin[2:]}prefix-caching", action="store_true", help="compute every prompt anew")
+    add(f"{begin}logprobs-mode", choices=["raw_logprobs"], help="log-probabilities are the model's own")
+    add("--batch-invariant-mode", action="store_true", help="every text to the bit as alone: one pass for each")
+    add("--num-speculative-tokens", metavar="N", type=int, default=0, help="tokens drafted at a time (0: none)")
+    add("--speculate", choices=["lookup", "mtp"], default="lookup", help="who drafts them (lookup: the text so far)")
 
 
 def read_keys(arguments: argparse.Namespace, environment: dict[str, str]) -> tuple[str, ...]:
@@ -93,13 +113,13 @@ def open_socket(host: str, port: int) -> socket.socket:
     return found
 
 
-def start_server(application: Any, listening: socket.socket) -> tuple[Any, threading.Thread]:
-    """uvicorn in a thread of its own: signals are the main thread's."""
+def start_server(application: Any, listening: socket.socket, *, logs: bool = False) -> tuple[Any, threading.Thread]:
+    """uvicorn in a thread of its own: signals are the main thread's. logs: a line for each request."""
     from megatron.core.optional_deps import require
 
     uvicorn = require("uvicorn", needed_by="serve")
     config = uvicorn.Config(
-        application.build(), log_level="warning", access_log=False, timeout_keep_alive=30,
+        application.build(), log_level="info" if logs else "warning", access_log=logs, timeout_keep_alive=30,
         timeout_graceful_shutdown=2, limit_concurrency=2048, lifespan="off",
     )  # fmt: skip
     server = uvicorn.Server(config)
@@ -111,6 +131,7 @@ def start_server(application: Any, listening: socket.socket) -> tuple[Any, threa
 def build_engine(arguments: argparse.Namespace, trained: TrainedModel) -> tuple[Engine, ServedModel]:
     """The engine, and what the server knows of its model."""
     from megatron.core.inference.engine import Engine, EngineSettings
+    from megatron.core.inference.model_runner import ModelRunner
     from megatron.core.inference.speculation import Drafter, PredictionDrafter, PromptLookup
     from megatron.serving.answers import ServedModel
 
@@ -119,12 +140,16 @@ def build_engine(arguments: argparse.Namespace, trained: TrainedModel) -> tuple[
     if asked is not None and trained.max_sequence_length is not None and asked > longest:
         raise ConfigError(f"--inference-max-seq-length {asked}: the model has {longest} positions; give at most that")
     longest = longest if asked is None else asked
+    capacity = arguments.capacity_tokens or 8 * longest
+    if (gigabytes := arguments.inference_dynamic_batching_buffer_size_gb) is not None:
+        capacity = int(gigabytes * 2**30 / max(1, ModelRunner(trained.model).measure_token_bytes()))
     settings = EngineSettings(
         longest,
-        capacity_tokens=arguments.capacity_tokens or 8 * longest,
+        capacity_tokens=capacity,
         max_requests=arguments.inference_dynamic_batching_max_requests,
         max_step_tokens=arguments.inference_dynamic_batching_max_tokens,
         reuses_prefixes=not arguments.no_prefix_caching,
+        batch_invariant=arguments.batch_invariant_mode,
     )
     drafter: Drafter | None = None
     if arguments.num_speculative_tokens > 0:
@@ -146,7 +171,7 @@ def serve(arguments: argparse.Namespace, environment: dict[str, str]) -> int:
 
     keys = read_keys(arguments, environment)
     is_local = arguments.host in ("127.0.0.1", "localhost", "::1")
-    service = Service(arguments.max_waiting)
+    service = Service(arguments.max_waiting, arguments.inference_logging_step_interval)
     for number in (signal.SIGTERM, signal.SIGINT):
         # A launcher sends it to all processes; those that follow end when rank 0 says so.
         signal.signal(number, lambda *_: service.drain(GRACE_SECONDS))
@@ -157,7 +182,9 @@ def serve(arguments: argparse.Namespace, environment: dict[str, str]) -> int:
     limits = Limits(request_seconds=arguments.request_timeout, api_keys=keys, is_local=is_local)
     application = Application(service, limits)
     listening = open_socket(arguments.host, arguments.port)
-    server, thread = start_server(application, listening)
+    server, thread = start_server(application, listening, logs=arguments.inference_text_gen_server_logging)
+    for note in arguments.notes:
+        say(f"note: {note}", sys.stderr)
     address = f"http://{arguments.host}:{listening.getsockname()[1]}"
     say(f"listening on {address}, loading the model", sys.stderr)
     if not is_local and not keys:

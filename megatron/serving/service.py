@@ -11,13 +11,14 @@ so that the others see whether it is still there.
 from __future__ import annotations
 
 import queue
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from megatron.core.collectives import broadcast_object
-from megatron.core.errors import ConfigError
+from megatron.core.errors import ConfigError, say
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.request import EndedBy, Request
 
@@ -48,8 +49,10 @@ class Job:
 class Service:
     """Meeting point of server and engine. `run` belongs to the main thread, all else to any."""
 
-    def __init__(self, max_waiting: int) -> None:
-        """max_waiting: jobs that wait for the engine; more are turned away."""
+    def __init__(self, max_waiting: int, log_interval: int = 0) -> None:
+        """max_waiting: jobs that wait for the engine; more are turned away. log_interval: passes between lines on
+        standard error; 0 for none."""
+        self.log_interval = log_interval
         self.state: State = "loading"
         self.engine: Engine | None = None
         self.max_waiting = max_waiting
@@ -108,13 +111,25 @@ class Service:
                     return
                 for kind, *values in commands:
                     self._obey(engine, requests, kind, *values)
+                before = engine.counters.passes
                 for request in engine.step():
                     self._tell(requests, request, Event([], request.ended_by))
+                passes = engine.counters.passes
+                if leads and self.log_interval and passes > before and passes % self.log_interval == 0:
+                    self._log(engine)
         except BaseException:
             self.state = "lost"
             for job in [*self._jobs.values()]:
                 self._finish(job, Event([], "lost"))
             raise
+
+    def _log(self, engine: Engine) -> None:
+        scheduler, counters = engine.scheduler, engine.counters
+        say(
+            f"pass {counters.passes}: {len(scheduler.running)} running, {len(scheduler.waiting)} waiting, "
+            f"{counters.new_tokens} tokens written, {scheduler.preemptions} preemptions",
+            sys.stderr,
+        )
 
     def _collect(self, engine: Engine) -> list[tuple[Any, ...]] | None:
         """Commands for all ranks; None for the end of work."""

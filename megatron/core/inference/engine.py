@@ -46,6 +46,9 @@ class EngineSettings:
     """Tokens that one pass reads; a longer prompt is read in parts. None: any number."""
     reuses_prefixes: bool = True
     """Texts that begin alike share what was computed of it. Not in models with recurrent states."""
+    batch_invariant: bool = False
+    """Every request gets the bits that it gets alone: it is read and continued by passes of its own, and keeps its
+    memory to the end. Slower by as much as it saves to work on several together."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -103,7 +106,15 @@ class Engine:
         self.runner.begin(self.state)
         # A drafter that follows the model's own states has to see every token.
         reuses = settings.reuses_prefixes and not (drafter is not None and drafter.reads_states)
-        self.scheduler = Scheduler(self.state, settings.max_requests, settings.max_step_tokens, reuses_prefixes=reuses)
+        self.scheduler = Scheduler(
+            self.state,
+            settings.max_requests,
+            settings.max_step_tokens,
+            reuses_prefixes=reuses and not settings.batch_invariant,
+            part_tokens=(settings.max_step_tokens or longest) if settings.batch_invariant else None,
+        )
+        if settings.batch_invariant and drafter is not None:
+            raise ConfigError("--batch-invariant-mode: drafts change the bits of a text; leave out speculation")
         self.counters = Counters()
         self._numbers = 0
         if drafter is not None:
@@ -163,11 +174,16 @@ class Engine:
         if not parts:
             return []
         tokens = [self._list_tokens(part) for part in parts]
-        self.state.rows = [part.request.held for part in parts if part.request.held is not None]
         wanted = [self._count_wanted(part) for part in parts]
-        if not any(wanted):
-            wanted[-1] = 1  # some logits at least: products of nothing are not what kernels are made for
-        logits = self.runner.run(tokens, self.state, wanted)
+        if self.settings.batch_invariant:
+            wanted = [max(1, count) for count in wanted]
+            passes = [self._run(parts[i : i + 1], tokens[i : i + 1], wanted[i : i + 1]) for i in range(len(parts))]
+            own = [logits for logits in passes if logits is not None]
+            logits = torch.cat(own) if own else None
+        else:
+            if not any(wanted):
+                wanted[-1] = 1  # some logits at least: products of nothing are not what kernels are made for
+            logits = self._run(parts, tokens, wanted)
         choices = None
         if logits is not None and self.runner.decides:
             choices = self._choose(parts, logits, wanted)
@@ -186,6 +202,10 @@ class Engine:
         for part in parts:
             self.scheduler.note_read(part.request)
         return finished
+
+    def _run(self, parts: list[Part], tokens: list[list[int]], wanted: list[int]) -> Tensor | None:
+        self.state.rows = [part.request.held for part in parts if part.request.held is not None]
+        return self.runner.run(tokens, self.state, wanted)
 
     def _list_tokens(self, part: Part) -> list[int]:
         request = part.request

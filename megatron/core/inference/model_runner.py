@@ -22,7 +22,7 @@ from megatron.core.collectives import all_gather_object, broadcast_object, recei
 from megatron.core.errors import ConfigError
 from megatron.core.plan.read import read_plan
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.sequences.state import HeldSequence, Reach, SequenceState
+from megatron.core.sequences.state import PAGE_TOKENS, HeldSequence, Reach, SequenceState
 from megatron.core.sequences.token_layout import TokenLayout
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
@@ -69,6 +69,15 @@ class ModelRunner:
         if getattr(self.config, "sequence_parallel", False):
             self._padding = state.add()
             state.reserve(self._padding, self.groups.tp.size())
+
+    def measure_token_bytes(self) -> int:
+        """Memory that a token of a text takes on the rank where that is the most, found by reading one."""
+        state = SequenceState(1, PAGE_TOKENS, reaches=self.find_reaches(), capacity=2 * PAGE_TOKENS)
+        padding, self._padding = self._padding, None
+        self.begin(state)
+        self.run([[0]], state, [1])
+        self._padding = padding
+        return max(all_gather_object(state.token_bytes, self.groups.world))
 
     # ---- ranks
 

@@ -44,11 +44,19 @@ class Scheduler:
     """The queue of requests and those at work."""
 
     def __init__(
-        self, state: SequenceState, max_requests: int, max_step_tokens: int | None, *, reuses_prefixes: bool
+        self,
+        state: SequenceState,
+        max_requests: int,
+        max_step_tokens: int | None,
+        *,
+        reuses_prefixes: bool,
+        part_tokens: int | None = None,
     ) -> None:
         """max_requests: at work together. max_step_tokens: budget of a pass, None for any number. reuses_prefixes:
-        whether texts that begin alike share pages."""
+        whether texts that begin alike share pages. part_tokens: each text is read in parts of so many, and never
+        preempted, whatever others do; instead of a budget."""
         self._state, self.max_requests, self.max_step_tokens = state, max_requests, max_step_tokens
+        self._part_tokens = part_tokens
         self._reuses_prefixes = reuses_prefixes
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -74,10 +82,12 @@ class Scheduler:
             if request.held is None:
                 continue
             count = request.missing
-            if budget is not None:
+            if self._part_tokens is not None:
+                count = min(count, self._part_tokens)
+            elif budget is not None:
                 count = min(count, max(1, budget // (len(reading) - index)), budget)
             if count and self._add(parts, Part.of(request, count)) and budget is not None:
-                budget -= count
+                budget = max(0, budget - count)
         # In the order of arrival, so that those that stay lie side by side in each pass.
         return [parts[number] for number in sorted(parts)]
 
@@ -118,12 +128,13 @@ class Scheduler:
                 if known == 0 and request.contents and request.contents[0] in being_read:
                     continue
                 state.adopt(held, request.contents, len(request.text) - 1)
-            if not state.can_reserve(held, len(request.text)):
+            length = len(request.text) if self._part_tokens is None else request.limit
+            if not state.can_reserve(held, length):
                 state.release(held)
                 # Alone it fits at any rate, if need be into the pages that it would have shared.
-                if self.running or not state.can_reserve(held, len(request.text)):
+                if self.running or not state.can_reserve(held, length):
                     break
-            state.reserve(held, len(request.text), request.limit)
+            state.reserve(held, length, request.limit)
             if not request.preemptions:
                 request.reused_tokens = held.length
             request.held = held

@@ -101,6 +101,11 @@ class SequenceState:
         """Tokens of each row, those of the call that was begun last included."""
         return [row.length for row in self.rows]
 
+    @property
+    def token_bytes(self) -> int:
+        """Memory of a token in all layers that have written keys and values."""
+        return sum(memory[0].nbytes for held in self._layers.values() for memory in held)
+
     def add(self) -> HeldSequence:
         """A further sequence, which is empty and no row yet."""
         return HeldSequence(len(self.groups))

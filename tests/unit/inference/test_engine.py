@@ -235,3 +235,31 @@ def test_bad_requests_are_refused_and_change_nothing() -> None:
     assert not engine.has_work
     with pytest.raises(ConfigError, match="max_requests 0 must be at least 1"):
         EngineSettings(LONGEST, max_requests=0)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["grouped queries, part of a head rotated", "windows, local angles, sinks", "latent vectors", "states", "experts"],
+)
+def test_batch_invariance_to_the_bit(kind: str) -> None:
+    """The same bits among 64 others, in whatever order and little room, as alone."""
+    model = model_of(KINDS[kind])
+
+    def write(requests: Sequence[Request]) -> list[tuple[list[int], list[float]]]:
+        settings = EngineSettings(LONGEST, capacity_tokens=300, max_step_tokens=19, batch_invariant=True)
+        engine = Engine(model, settings, vocab_size=VOCAB_SIZE)
+        done = engine.run(requests)
+        assert engine.scheduler.preemptions == 0
+        return [
+            (each.new_tokens, [entry.logprob for entry in (*each.read_logprobs, *each.token_logprobs)]) for each in done
+        ]
+
+    def draw() -> list[Request]:
+        return [
+            *draw_requests(1, 33, logprobs=0, prompt_logprobs=0),
+            *draw_requests(2, 32, Sampling(seed=5, top_k=20), logprobs=0),
+        ]
+
+    together = write(draw())
+    for index in random.Random(3).sample(range(65), 12):
+        assert write(draw()[index : index + 1]) == together[index : index + 1]
