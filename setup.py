@@ -20,6 +20,7 @@ DEVELOPMENT = [
     "matplotlib>=3.7",
     "mypy>=1.10",
     "nltk>=3.9",
+    "openai>=1.40",
     "psutil>=5.9",
     "pytest>=8.2",
     "pytest-timeout>=2.3",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.errors import ConfigError
+from megatron.core.inference.engine import Engine, EngineSettings
 from megatron.core.inference.generate import Completion, generate
+from megatron.core.inference.request import Request
 from megatron.core.inference.sampling import Draft, Sampling, confirm_tokens, find_probabilities
-from megatron.core.inference.speculation import PredictionDrafter
+from megatron.core.inference.speculation import PredictionDrafter, PromptLookup
 from megatron.core.models.gpt.gpt_model import GPTModel
 from tests.support.gpt_models import VOCAB_SIZE, build_model
 
@@ -128,9 +131,9 @@ def test_drafts_are_those_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_confirmed_token_has_the_models_distribution() -> None:
-    """Whatever drafted it: 4000 draws, each frequency within five standard deviations."""
+    """Whatever drafted it: chi-squared of 10,000 draws."""
     logits, other = torch.tensor([[2.0, 1.0, 0.0, -1.0, -math.inf]]), torch.tensor([[-1.0, 1.5, 0.5, 1.0, 0.0]])
-    sampling, count = Sampling(temperature=0.8, top_k=3), 4000
+    sampling, count = Sampling(temperature=0.8, top_k=3), 10_000
     wanted = find_probabilities(logits, sampling)[0]
     generator = torch.Generator().manual_seed(11)
     certain = torch.eye(5)[1:2]
@@ -144,8 +147,11 @@ def test_a_confirmed_token_has_the_models_distribution() -> None:
         for token in torch.multinomial(drafts[0], count, replacement=True, generator=generator):
             draft = Draft(token.view(1), None if drafts is certain else drafts)
             found[confirm_tokens(logits, draft, sampling, [generator])] += 1
-        deviation = (wanted * (1 - wanted) * count).sqrt()
-        assert ((found - wanted * count).abs() <= 5 * deviation).all(), f"{found} instead of {wanted * count}"
+        likely = wanted > 0
+        assert found[~likely].sum() == 0
+        statistic = ((found - wanted * count)[likely].square() / (wanted * count)[likely]).sum()
+        # Mean and deviation with two degrees of freedom, of three tokens.
+        assert statistic <= 2 + 5 * 2, f"{found} instead of {wanted * count}"
 
 
 def test_sampled_texts_have_the_same_distribution() -> None:
@@ -177,6 +183,34 @@ def test_sampled_texts_have_the_same_distribution() -> None:
     statistic = sum((plain[kind] - drafted[kind]) ** 2 / (plain[kind] + drafted[kind]) for kind in kinds)
     # Mean and deviation of chi-squared with so many degrees of freedom.
     assert statistic <= len(kinds) + 5 * math.sqrt(2 * len(kinds)), f"{statistic} for {len(kinds)} kinds"
+
+
+def test_drafted_texts_have_the_models_distribution() -> None:
+    """Three tokens each, often drafted from the text so far, against the products of the model's own probabilities."""
+    model = model_of(LLAMA)
+    count, sampling = 1200, Sampling(top_k=2, temperature=1.5)
+    (likely,) = texts(model, [[3]], max_new_tokens=12)
+    prompt = [3, *likely.tokens, 3, *likely.tokens]  # what comes next has often been there before
+    expected: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        texts_so_far = [[*prompt, *kind] for kind in expected]
+        logits = model(
+            torch.tensor(texts_so_far), torch.arange(len(texts_so_far[0])).expand(len(texts_so_far), -1), None
+        )
+        rows = find_probabilities(logits[:, -1].detach(), sampling)
+        expected = {
+            (*kind, int(token)): share * float(row[token])
+            for (kind, share), row in zip(expected.items(), rows, strict=True)
+            for token in row.nonzero().flatten()
+        }
+    drafter = PromptLookup(2)
+    engine = Engine(model, EngineSettings(32, max_requests=256), drafter=drafter)
+    done = engine.run(Request(prompt, 3, dataclasses.replace(sampling, seed=seed)) for seed in range(count))
+    found = collections.Counter(tuple(each.new_tokens) for each in done)
+    assert 0.1 * drafter.drafted < drafter.kept < drafter.drafted and drafter.drafted > count // 4
+    assert found.keys() <= expected.keys() and len(expected) == 8
+    statistic = sum((found[kind] - count * share) ** 2 / (count * share) for kind, share in expected.items())
+    assert statistic <= 7 + 5 * math.sqrt(2 * 7), f"{statistic} for 8 kinds"
 
 
 # ---- refusals
