@@ -30,7 +30,8 @@ def __getattr__(name: str) -> Any:
 
         return AutoBridge
     if name in __all__:
-        from megatron.hf import weight_buckets
+        from megatron.hf.weight_buckets import broadcast_buckets, receive_buckets, send_buckets, stream_weights
 
-        return getattr(weight_buckets, name)
+        functions = (broadcast_buckets, receive_buckets, send_buckets, stream_weights)
+        return {function.__name__: function for function in functions}[name]
     raise AttributeError(f"megatron.hf has no attribute {name!r}")
