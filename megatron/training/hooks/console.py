@@ -8,35 +8,31 @@ import itertools
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TextIO
+from collections.abc import Sequence
 
 from megatron.core.collectives import all_gather_object
+from megatron.core.optional_deps import require
 from megatron.core.placement import get_placement
 from megatron.core.stacked_parameters import list_parameters
 from megatron.planner.parameters import count_whole
 from megatron.training.config.container import RunConfig
 from megatron.training.data.samples import count_samples_of_iterations
 from megatron.training.hooks.exits import PROGRAM_STARTED_AT
+from megatron.training.hooks.progress_bar import ProgressBar
 from megatron.training.hooks.progress_lines import (
     MOST_COLUMNS,
     Clock,
     Interval,
     Pace,
-    format_duration,
     format_evaluation_line,
     format_generated,
     format_progress_line,
     format_short_evaluation,
     format_short_line,
 )
+from megatron.training.hooks.terminal_view import NEEDED_BY, RichView
 from megatron.training.metrics import Row
 from megatron.training.run import Evaluation, Hook, HookContext, Phase, Run, StepResult
-
-# Rewriting the line costs a system call, which a step of a tiny model would feel.
-_REDRAW_SECONDS = 0.1
-_RATE_MEMORY = 0.9
-"""Weight of the past in the running mean of the step time."""
 
 
 class ConsoleHook(Hook):
@@ -45,9 +41,12 @@ class ConsoleHook(Hook):
     phase = Phase.WRITE
 
     def __init__(self, log_interval: int, progress_line: str) -> None:
-        """progress_line: `short`, `full`, or `auto`, which is short on a terminal."""
+        """progress_line: `short`, `full`, or `auto`, which is short on a terminal; `bar` and `rich`, which replace the
+        lines on a terminal and are short elsewhere."""
         self.log_interval = log_interval
-        self.is_short = progress_line == "short" or (progress_line == "auto" and sys.stdout.isatty())
+        self.is_short = progress_line in ("short", "bar", "rich") or (progress_line == "auto" and sys.stdout.isatty())
+        self._view = RichView if progress_line == "rich" else ProgressBar
+        self._has_lines = progress_line not in ("bar", "rich") or not sys.stdout.isatty()
         self.interval = Interval()
         self.pace = Pace()
         self.bar: ProgressBar | None = None
@@ -55,7 +54,9 @@ class ConsoleHook(Hook):
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> ConsoleHook:
-        """Every run has this hook."""
+        """Every run has this hook. Raises ConfigError for a view whose package is not installed."""
+        if config.logger.progress_line == "rich":
+            require("rich", needed_by=NEEDED_BY)
         return cls(config.logger.log_interval, config.logger.progress_line)
 
     def on_train_start(self, run: Run) -> None:
@@ -67,7 +68,7 @@ class ConsoleHook(Hook):
             return
         # Escape sequences would be noise in a log file.
         if sys.stdout.isatty():
-            self.bar = ProgressBar(
+            self.bar = self._view(
                 run.progress.iteration, run.progress.target_iterations, lambda: self._predict(run, None)
             )
             self.bar.make_room()
@@ -107,11 +108,12 @@ class ConsoleHook(Hook):
             if row.iteration % self.log_interval == 0:
                 # Begun before the line is printed: after one that could not be, the next has its own iterations only.
                 interval, self.interval = self.interval, Interval()
-                _print(self._format_line(run, row, interval))
+                if self._has_lines:
+                    _print(self._format_line(run, row, interval))
             for table in row.tables:
                 _print(table)
         if self.bar is not None:
-            self.bar.show(rows[-1].losses)
+            self.bar.show(rows[-1])
 
     def on_evaluate(self, run: Run, evaluation: Evaluation) -> None:
         """Print loss and perplexity; with full lines in a box, as upstream does."""
@@ -186,100 +188,3 @@ def count_parameters(run: Run) -> tuple[int, int]:
         return counts.total, counts.total
     assert model.num_moe_experts is not None
     return counts.total, counts.count_active(model.moe_router_topk, model.num_moe_experts)
-
-
-class ProgressBar:
-    """A bar with rate and remaining time on the last line of a terminal; log files never see it.
-
-    `iteration 120/300 [########------------] 2.1 it/s, 1m26s left, lm loss 4.21`, rewritten in place.
-    """
-
-    def __init__(
-        self, iteration: int, target_iterations: int, predict: Callable[[], float | None] = lambda: None
-    ) -> None:
-        """predict: the seconds that are left; None as long as only the bar's own rate can tell."""
-        self.iteration, self.target = iteration, target_iterations
-        self.predict = predict
-        self.seconds_per_step: float | None = None
-        self._loss_text = ""
-        self._drawn_at = 0.0
-        self._is_drawn = False
-        self._terminal: TextIO = sys.stdout
-
-    def make_room(self) -> None:
-        """From now on whatever this process prints takes the bar's place, and the bar moves below it."""
-        sys.stdout = _AboveBar(sys.stdout, self)  # type: ignore[assignment]
-        # A warning in a file does not touch the terminal.
-        if sys.stderr.isatty():
-            sys.stderr = _AboveBar(sys.stderr, self)  # type: ignore[assignment]
-
-    def leave(self) -> None:
-        """Erase the bar for good, and give the streams back."""
-        for name in ("stdout", "stderr"):
-            stream = getattr(sys, name)
-            if isinstance(stream, _AboveBar):
-                setattr(sys, name, stream.stream)
-        # Last: the terminal may be gone.
-        self.clear()
-
-    def advance(self, iteration: int, elapsed_seconds: float) -> None:
-        """Take in a step; redraw unless that was done a moment ago."""
-        self.iteration = iteration
-        before = elapsed_seconds if self.seconds_per_step is None else self.seconds_per_step
-        self.seconds_per_step = _RATE_MEMORY * before + (1 - _RATE_MEMORY) * elapsed_seconds
-        if time.monotonic() - self._drawn_at > _REDRAW_SECONDS or self.iteration == self.target:
-            self.redraw()
-
-    def show(self, losses: Mapping[str, float]) -> None:
-        """Show these losses from now on."""
-        self._loss_text = "".join(f", {name} {loss:.3f}" for name, loss in losses.items())
-        if self.iteration == self.target:
-            self.redraw()
-
-    def text(self, columns: int) -> str:
-        """Return the line, at most `columns - 1` characters wide."""
-        share = self.iteration / self.target if self.target else 1.0
-        filled = round(20 * share)
-        line = f"iteration {self.iteration}/{self.target} [{'#' * filled}{'-' * (20 - filled)}]"
-        if self.seconds_per_step:
-            left = self.predict()
-            left = (self.target - self.iteration) * self.seconds_per_step if left is None else left
-            line += f" {1 / self.seconds_per_step:.2f} it/s, {format_duration(left)} left{self._loss_text}"
-        # A line as wide as the terminal would wrap, and the carriage return would no longer reach its start.
-        return line[: columns - 1]
-
-    def redraw(self) -> None:
-        """Write the line over the one on the terminal."""
-        self._drawn_at = time.monotonic()
-        self._is_drawn = True
-        self._write("\r\x1b[K" + self.text(shutil.get_terminal_size().columns))
-
-    def clear(self) -> None:
-        """Erase the line, so that text can be printed in its place."""
-        if self._is_drawn:
-            self._is_drawn = False
-            self._write("\r\x1b[K")
-
-    def _write(self, text: str) -> None:
-        self._terminal.write(text)
-        self._terminal.flush()
-
-
-class _AboveBar:
-    """A stream to the terminal: what is written takes the bar's place, and the bar comes back below whole lines."""
-
-    def __init__(self, stream: TextIO, bar: ProgressBar) -> None:
-        self.stream, self.bar = stream, bar
-
-    def write(self, text: str) -> int:
-        """Write the text where the bar was."""
-        self.bar.clear()
-        written = self.stream.write(text)
-        # Behind part of a line the bar would hide it.
-        if text.endswith("\n"):
-            self.stream.flush()
-            self.bar.redraw()
-        return written
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)

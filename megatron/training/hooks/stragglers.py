@@ -30,6 +30,8 @@ from megatron.training.run import Hook, HookContext, Phase, Run, Step, StepResul
 if TYPE_CHECKING:
     from megatron.training.data.loading import Batch
 
+_MOST_NOTED = 64
+"""Ranks, the slowest ones, in events.jsonl."""
 _REPORTS = 3
 """A rank is named when it was slow in so many reports in succession."""
 _SHARE = 0.1
@@ -190,7 +192,18 @@ class StragglerHook(Hook):
                 run.metrics.record(f"{phase}-ms-of-median-rank", statistics.median(taken), reduce="last")
             if run.is_first_rank:
                 self._report(run, times)
+                self._note(run, times)
         self._iterations = self._tokens = 0
+
+    def _note(self, run: Run, times: Sequence[RankTimes]) -> None:
+        """Leave the slowest ranks to the run's page."""
+        if run.events is not None:
+            of_ranks = [
+                {"rank": rank, "host": t.host, "stage": t.stage, "forward_ms": t.phases[FORWARD].milliseconds}
+                for rank, t in enumerate(times)
+            ]
+            slowest = sorted(of_ranks, key=lambda row: -row["forward_ms"])[:_MOST_NOTED]
+            run.events.add("ranks", run.progress.iteration, ranks=slowest)
 
     def _report(self, run: Run, times: Sequence[RankTimes]) -> None:
         # Forward is a third of forward and backward; TFLOP/s x ms of one rank's share.

@@ -32,6 +32,7 @@ from megatron.training.run import Evaluation, Hook, HookContext, Phase, Run
 
 # Read by examples/quickstart/report.py and by users' scripts: names in it are an interface.
 FILE_NAME = "metrics.jsonl"
+REDONE_NAME = "metrics.redone.jsonl"
 
 
 # ---- metrics.jsonl
@@ -119,9 +120,9 @@ class MetricsFile:
     def open(self, resumed_iteration: int) -> None:
         """Keep the rows up to `resumed_iteration`, and see that more can be appended.
 
-        Rows after it belong to iterations that will be done again; so do final evaluations, since the run goes on. A
-        run from the start (0) sets a file of an earlier run aside as metrics.jsonl.old. Raises ConfigError when the
-        directory cannot be written.
+        Rows after it belong to iterations that will be done again, and are moved to metrics.redone.jsonl; final
+        evaluations go, since the run goes on. A run from the start (0) sets a file of an earlier run aside as
+        metrics.jsonl.old. Raises ConfigError when the directory cannot be written.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -145,8 +146,9 @@ class MetricsFile:
                 # Two runs in one file would have every iteration twice; deleting the earlier one would lose a user's
                 # data.
                 os.replace(self.path, self.path.with_suffix(".jsonl.old"))
+                self.path.with_name(REDONE_NAME).unlink(missing_ok=True)
             return
-        kept = []
+        kept, redone = [], []
         # Line by line: the file of a long run need not fit into memory twice, and a torn byte must not stop a resumed
         # run.
         with self.path.open(encoding="utf-8", errors="replace") as lines:
@@ -154,6 +156,10 @@ class MetricsFile:
                 row = _row_or_none(line)
                 if row is not None and row.get("iteration", 0) <= iteration and not row.get("final"):
                     kept.append(line)
+                elif row is not None and "eval" not in row:
+                    redone.append(line.rstrip("\n"))
+        # For reports: the steps were made, although they do not count.
+        append_lines(self.path.with_name(REDONE_NAME), redone)
         # Written beside and renamed: a crash in between leaves the old file whole.
         partial = self.path.with_suffix(".jsonl.tmp")
         partial.write_text("".join(kept), encoding="utf-8")
