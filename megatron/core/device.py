@@ -294,10 +294,6 @@ def stop_cuda_profiler() -> None:
     torch.cuda.cudart().cudaProfilerStop()  # type: ignore[no-untyped-call]
 
 
-FETCHING = "fetch batch"
-"""Name in profiles of the stretches in which a step waits for its batches."""
-
-
 class NamedRange:
     """A stretch of the program with a name in profiles: of torch.profiler, and where this process computes on a GPU of
     Nsight Systems."""

@@ -20,6 +20,8 @@ from megatron.core.device import current_device, synchronize
 from megatron.core.process_groups_config import Group, SingleRankGroup
 
 TimingOption = Literal["max", "minmax", "all"]
+FETCHING = "fetch batch"
+"""Name in profiles of the stretches in which a step waits for its batches."""
 
 
 class Timer:

@@ -141,7 +141,7 @@ class RunRecord:
         for path in traces:
             try:
                 self.profiles.append(read_profile(path))
-            except (OSError, EOFError, ValueError, KeyError, TypeError, DataError) as error:
+            except (OSError, EOFError, ValueError, RecursionError, DataError) as error:
                 self.notes.append(f"{path.name} is no profile: {error}")
 
 

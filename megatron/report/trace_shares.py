@@ -15,14 +15,15 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.device import FETCHING
 from megatron.core.errors import DataError
+from megatron.core.timers import FETCHING
 
 _MOST_BYTES = 1 << 30
 _COMPUTING = (
@@ -55,7 +56,10 @@ class Profile:
     """Part -> seconds, in sum `seconds`."""
     products: int
     """Number of matrix products."""
-    mean_product_seconds: float
+    usual_product_seconds: float
+    """The median, which other programs on the machine do not move."""
+    has_device: bool = False
+    """The steps ran on a device apart from the host."""
 
     @property
     def shares(self) -> dict[str, float]:
@@ -86,7 +90,7 @@ def measure(events: Sequence[Mapping[str, Any]], rank: int) -> Profile:
     """Sort the events of a trace into parts. Raises DataError where nothing was computed."""
     by_category: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for event in events:
-        if event.get("ph") == "X" and isinstance(event.get("ts"), int | float) and event.get("dur", 0) >= 0:
+        if _is_stretch(event):
             by_category[str(event.get("cat"))].append(event)
     kernels, operations = by_category["kernel"], by_category["cpu_op"]
     annotations = by_category["user_annotation"] + by_category["gpu_user_annotation"]
@@ -117,7 +121,7 @@ def measure(events: Sequence[Mapping[str, Any]], rank: int) -> Profile:
     seconds = max(end - begin, 1e-9) / 1e6
     return Profile(
         rank, seconds, {name: value / 1e6 for name, value in parts.items()}, len(products),
-        sum(products) / max(1, len(products)) / 1e6,
+        statistics.median(products or [0.0]) / 1e6, bool(kernels),
     )  # fmt: skip
 
 
@@ -162,6 +166,13 @@ def _list_operations(operations: Sequence[Mapping[str, Any]]) -> Iterator[_Stret
             stretch = _name_stretch(event, _name_computing)
             done_until = stretch[1]
             yield stretch
+
+
+def _is_stretch(event: Any) -> bool:
+    if not isinstance(event, dict) or event.get("ph") != "X":
+        return False
+    times = event.get("ts"), event.get("dur")
+    return all(isinstance(value, int | float) and abs(value) < 1e300 for value in times) and event["dur"] >= 0
 
 
 def _name(event: Mapping[str, Any]) -> str:

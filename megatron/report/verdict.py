@@ -19,9 +19,11 @@ from megatron.report.run_record import RunRecord
 
 HOW_TO_PROFILE = "--profile --use-pytorch-profiler --profile-dir RUN/profile"
 _USUAL = {"data": 0.02, "host": 0.10, "bubble": 0.10, "elementwise": 0.25, "collectives": 0.10}
-_SMALL_PRODUCT_SECONDS = 50e-6
+_SMALL_PRODUCT_SECONDS = 300e-6
 """A product that takes less leaves launching it no time to hide."""
 _LOW_MFU = 0.3
+_CLEAR = 0.15
+"""A share that explains a low MFU."""
 _UNEVEN = 1.15
 """Work of the busiest stage over the mean one."""
 _SLOW_RANK = 1.2
@@ -73,11 +75,13 @@ def judge(run: RunRecord) -> Verdict:
     """Say where a run's time goes."""
     shares, source = _find_shares(run)
     findings = sorted(_list_findings(run, shares), key=lambda finding: -finding.share)
+    if all(finding.share < _CLEAR for finding in findings):
+        findings = [*_judge_utilisation(run), *findings]
     if findings:
         return Verdict(findings[0].sentence, findings, shares, source)
     if not shares:
         return Verdict("Nothing has been measured yet.")
-    if len(shares) > 2:
+    if run.profiles or len(shares) > 2:
         largest = max(shares, key=lambda part: shares[part])
         return Verdict(f"Nothing stands out: {largest} take {shares[largest]:.0%} of a step.", [], shares, source)
     return Verdict(
@@ -254,34 +258,36 @@ def _judge_computing(run: RunRecord, shares: Mapping[str, float]) -> Iterator[Fi
     host, small = shares.get("host", 0.0), False
     if run.profiles:
         profile = run.profiles[0]
-        small = 0 < profile.mean_product_seconds < _SMALL_PRODUCT_SECONDS
+        small = 0 < profile.usual_product_seconds < _SMALL_PRODUCT_SECONDS
+        graphs = ("--cuda-graph-impl local",) if profile.has_device else ()
         if host > _USUAL["host"] and small:
-            flags = ("a larger --micro-batch-size", "a smaller --tensor-model-parallel-size", "--cuda-graph-impl local")
+            flags = ("a larger --micro-batch-size", "a smaller --tensor-model-parallel-size", *graphs)
             yield Finding(
-                "small products", host,
-                f"Products are small ({1e6 * profile.mean_product_seconds:.0f} microseconds each), and the host's own "
-                f"time is {host:.0%} of a step: {flags[0]}", flags,
-            )  # fmt: skip
+                "small products",
+                host,
+                f"Products are small ({1e6 * profile.usual_product_seconds:.0f} microseconds each), and the host's own "
+                f"time is {host:.0%} of a step: {flags[0]}",
+                flags,
+            )
         elif host > _USUAL["host"]:
-            flags = ("--cuda-graph-impl local", "--manual-gc", "a larger --micro-batch-size")
-            yield Finding("host", host, f"The device waits for the host {host:.0%} of a step: {flags[0]}", flags)
+            flags = (*graphs, "--manual-gc", "a larger --micro-batch-size")
+            yield Finding("host", host, f"Computing waits for the host {host:.0%} of a step: {flags[0]}", flags)
     elementwise = shares.get("elementwise", 0.0)
     if elementwise > _USUAL["elementwise"] and not small:
         flags = ("the fused kernels that docs/kernels.md lists", "less recomputation")
         yield Finding("elementwise", elementwise, f"Elementwise work is {elementwise:.0%} of a step: {flags[0]}", flags)
+
+
+def _judge_utilisation(run: RunRecord) -> Iterator[Finding]:
+    """A low MFU, where nothing else is known to cost much time."""
     mfu = run.metrics.column("mfu")[-_RECENT_ROWS:] if run.metrics is not None else np.empty(0)
     known = mfu[np.isfinite(mfu)]
-    waits = sum(share for part, share in shares.items() if part in ("data", "bubble", "host", *_KINDS))
-    is_unseen = not run.profiles or shares.get("products", 0.0) > 0.4
-    if is_unseen and len(known) and waits < 0.5 and _has_small_products(run):
-        median = float(np.median(known))
-        if median < _LOW_MFU:
-            flags = ("a larger --micro-batch-size", "a smaller --tensor-model-parallel-size")
-            yield Finding(
-                "small products", (1 - waits) * (1 - median / _LOW_MFU) / 2,
-                f"MFU is {median:.1%}, and matrices are small for the device: {flags[0]}; {HOW_TO_PROFILE} says more",
-                flags,
-            )  # fmt: skip
+    median = float(np.median(known)) if len(known) else 1.0
+    if median < _LOW_MFU and _has_small_products(run):
+        flags = ("a larger --micro-batch-size", "a smaller --tensor-model-parallel-size")
+        more = "" if run.profiles else f"; {HOW_TO_PROFILE} says more"
+        sentence = f"MFU is {median:.1%}, and matrices are small for the device: {flags[0]}{more}"
+        yield Finding("small products", 1 - median / _LOW_MFU, sentence, flags)
 
 
 def _has_small_products(run: RunRecord) -> bool:

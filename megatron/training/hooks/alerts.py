@@ -96,6 +96,7 @@ class Courier:
     def __init__(self, command: str | None, webhook: str | None) -> None:
         self._command, self._webhook = shlex.split(command or ""), webhook
         self._waiting: queue.Queue[dict[str, Any] | None] = queue.Queue(_WAITING)
+        self._has_dropped = False
         self._thread = threading.Thread(target=self._work, name="alerts", daemon=True)
         self._thread.start()
 
@@ -104,7 +105,9 @@ class Courier:
         try:
             self._waiting.put_nowait(alert)
         except queue.Full:
-            say("warning: an alert was dropped: those before it are still being delivered", sys.stderr)
+            if not self._has_dropped:
+                say("warning: alerts are dropped: those before them are still being delivered", sys.stderr)
+            self._has_dropped = True
 
     def close(self, seconds: float = _CLOSING_SECONDS) -> None:
         """Wait, so long at most, until everything is delivered."""

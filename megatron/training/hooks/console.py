@@ -113,7 +113,7 @@ class ConsoleHook(Hook):
             for table in row.tables:
                 _print(table)
         if self.bar is not None:
-            self.bar.show(rows[-1])
+            self.bar.show_row(rows[-1])
 
     def on_evaluate(self, run: Run, evaluation: Evaluation) -> None:
         """Print loss and perplexity; with full lines in a box, as upstream does."""

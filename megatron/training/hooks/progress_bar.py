@@ -6,7 +6,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 from megatron.training.hooks.progress_lines import format_duration
@@ -60,9 +60,13 @@ class ProgressBar:
         if time.monotonic() - self._drawn_at > _REDRAW_SECONDS or self.iteration == self.target:
             self.redraw()
 
-    def show(self, row: Row) -> None:
-        """Show the losses of this step from now on."""
-        self._loss_text = "".join(f", {name} {loss:.3f}" for name, loss in row.losses.items())
+    def show_row(self, row: Row) -> None:
+        """Show this step's values from now on: its losses."""
+        self.show(row.losses)
+
+    def show(self, losses: Mapping[str, float]) -> None:
+        """Show these losses from now on."""
+        self._loss_text = "".join(f", {name} {loss:.3f}" for name, loss in losses.items())
         if self.iteration == self.target:
             self.redraw()
 

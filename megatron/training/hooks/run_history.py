@@ -17,9 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.device import FETCHING, NamedRange
+from megatron.core.device import NamedRange
 from megatron.core.errors import StorageError, say
 from megatron.core.line_files import append_lines
+from megatron.core.timers import FETCHING
 from megatron.training.config.container import RunConfig
 from megatron.training.run import Hook, HookContext, Phase, Run, Step, StepResult
 

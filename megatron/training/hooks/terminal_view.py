@@ -44,7 +44,7 @@ class RichView(ProgressBar):
         """Erase the view for good, and give the streams back."""
         self._live.stop()
 
-    def show(self, row: Row) -> None:
+    def show_row(self, row: Row) -> None:
         """Show these values from now on."""
         self._row = row
         self._losses += list(row.losses.values())[:1]

@@ -26,6 +26,7 @@ from megatron.training.hooks.progress_lines import (
     format_progress_line,
     format_short_line,
 )
+from megatron.training.hooks.terminal_view import RichView, draw_curve
 from megatron.training.metrics import Row
 from megatron.training.run import Hook, Run, StepResult
 from tests.support.tiny_training import finish, prepare, train_tiny
@@ -296,3 +297,34 @@ def test_progress_is_quiet_at_first_then_says_rate_and_time_left(stream: io.Stri
         progress.add(1)
         assert stream.getvalue() == line
     assert stream.getvalue().endswith("\r\x1b[K" if stream.isatty() else "\n")
+
+
+# ---- views that take the place of lines
+
+
+@pytest.mark.flags("--progress-line")
+@pytest.mark.parametrize("view", ["bar", "rich"])
+def test_a_view_takes_the_place_of_lines_on_a_terminal(
+    view: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERM", "xterm")
+    train_tiny("--progress-line", view, "--log-interval", "2")
+    assert re.search(r"\b2/ *6\b.*tok/s", capsys.readouterr().out), "a file has short lines"
+    monkeypatch.setattr(console.sys.stdout, "isatty", lambda: True)
+    train_tiny("--progress-line", view, "--log-interval", "2")
+    drawn = capsys.readouterr().out
+    assert "tok/s" not in drawn
+    assert ("[####" in drawn) == (view == "bar")
+    assert ("iteration 6 of 6" in drawn and "grad norm" in drawn) == (view == "rich")
+
+
+def test_names_in_brackets_are_no_markup() -> None:
+    rich_console = pytest.importorskip("rich.console")
+    screen = rich_console.Console(file=io.StringIO(), width=80, force_terminal=True)
+    view = RichView(3, 10, lambda: 60.0, console=screen)
+    losses = {"[red]lm[/nothing] loss": 2.0}
+    view.show_row(Row(4, {**losses, "grad_norm": 1.5}, losses))
+    screen.print(view.render())
+    assert "[red]lm[/nothing] loss 2.0000" in screen.file.getvalue()
+    assert draw_curve([1.0, math.nan, 8.0, 4.5]) == "▁ █▅"
