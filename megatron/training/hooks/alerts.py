@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.core.errors import say
+from megatron.core.errors import NonFiniteError, say
 from megatron.training.config.container import RunConfig
 from megatron.training.config.logging import LoggerConfig
 from megatron.training.metrics import Row
@@ -88,6 +88,10 @@ class Watch:
         ]
         self._open = set(found)
         return new
+
+    def is_told(self, kind: str) -> bool:
+        """True for an alert that the last step was worth."""
+        return kind in self._open
 
 
 class Courier:
@@ -191,7 +195,11 @@ class AlertsHook(Hook):
         """Tell of the error that ends the run."""
         if self._courier is not None:
             text = f"{type(error).__name__}: {error}"[:2000]
-            self._tell(run, {"alert": "error", "iteration": run.progress.iteration, "value": None, "text": text})
+            kind, iteration = "error", run.progress.iteration
+            # Found within the step, which then has no row.
+            if isinstance(error, NonFiniteError) and not self._watch.is_told("nan"):
+                kind, iteration = "nan", iteration + 1
+            self._tell(run, {"alert": kind, "iteration": iteration, "value": None, "text": text})
 
     def on_close(self, run: Run) -> None:
         """Deliver what waits."""
