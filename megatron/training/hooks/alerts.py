@@ -198,7 +198,7 @@ class AlertsHook(Hook):
             kind, iteration = "error", run.progress.iteration
             # Found within the step, which then has no row.
             if isinstance(error, NonFiniteError) and not self._watch.is_told("nan"):
-                kind, iteration = "nan", iteration + 1
+                kind, iteration = "nan", error.iteration or iteration + 1
             self._tell(run, {"alert": kind, "iteration": iteration, "value": None, "text": text})
 
     def on_close(self, run: Run) -> None:

@@ -81,7 +81,10 @@ class EventsHook(Hook):
         target = run.progress.target_iterations
         text = f"{ranks} process{'es' if ranks > 1 else ''}, iterations {self._reached + 1} to {target}"
         event = "restart" if self._reached else "start"
-        run.events.add(event, self._reached, text, settings=run.config.to_dict())
+        settings = run.config.to_dict()
+        # An address may hold a key; pages are passed on.
+        settings.get("logger", {}).pop("alert_webhook", None)
+        run.events.add(event, self._reached, text, settings=settings)
 
     def on_step_start(self, run: Run) -> None:
         """Note that the run went back within this process."""
