@@ -67,7 +67,9 @@ _TRIED = frozenset(
     """--micro-batch-size --recompute-granularity --recompute-method --recompute-num-layers --recompute-modules
     --recompute-activations --moe-layer-recompute""".split()
 )
-_WRITERS = frozenset({"tensorboard_dir", "metrics_dir", "wandb_project", "wandb_exp_name", "wandb_save_dir"})
+_WRITERS = frozenset(
+    "tensorboard_dir metrics_dir wandb_project wandb_exp_name wandb_save_dir alert_command alert_webhook".split()
+)
 """Settings of the log that name a place outside of the process."""
 
 

@@ -32,7 +32,7 @@ _LEFT_OUT = frozenset(
     data_cache_path per_dataset_sequences_path object_storage_cache_path dataloader_fast_cache_load
     dataloader_defer_npy_index_mmap fim_data sft create_attention_mask_in_dataloader
     tensorboard_dir wandb_project wandb_exp_name wandb_entity wandb_save_dir metrics_dir log_progress
-    flight_recorder_dump_path
+    alert_command alert_webhook alert_stall_seconds flight_recorder_dump_path
     exit_interval exit_duration_in_mins iterations_to_skip start_eval_at_iter eval_interval eval_sample_prompt
     eval_sample_tokens full_validation multiple_validation_sets validation_set_names skip_train
     rampup_batch_size step_batch_size_schedule train_samples lr_decay_samples lr_warmup_samples lr_wsd_decay_samples
