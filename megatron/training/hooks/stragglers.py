@@ -198,12 +198,12 @@ class StragglerHook(Hook):
     def _note(self, run: Run, times: Sequence[RankTimes]) -> None:
         """Leave the slowest ranks to the run's page."""
         if run.events is not None:
-            of_ranks = [
+            slowest = sorted(enumerate(times), key=lambda pair: -pair[1].phases[FORWARD].milliseconds)[:_MOST_NOTED]
+            rows = [
                 {"rank": rank, "host": t.host, "stage": t.stage, "forward_ms": t.phases[FORWARD].milliseconds}
-                for rank, t in enumerate(times)
+                for rank, t in slowest
             ]
-            slowest = sorted(of_ranks, key=lambda row: -row["forward_ms"])[:_MOST_NOTED]
-            run.events.add("ranks", run.progress.iteration, ranks=slowest)
+            run.events.add("ranks", run.progress.iteration, ranks=rows)
 
     def _report(self, run: Run, times: Sequence[RankTimes]) -> None:
         # Forward is a third of forward and backward; TFLOP/s x ms of one rank's share.
