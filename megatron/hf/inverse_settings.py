@@ -57,7 +57,7 @@ def _put(fields: dict[str, Any], names: str, value: Any) -> None:
 
 def _invert(setting: Setting, config: RunConfig, fields: dict[str, Any]) -> bool:
     """Add the field of one setting; False where the family has no model with its value."""
-    if setting.form in ("root", "two best", "norms of full layers"):
+    if setting.form in ("root", "two best", "full layers"):
         return True  # of a field that something else writes
     model = config.model
     if setting.with_experts and model.num_moe_experts is None:
@@ -76,11 +76,14 @@ def _invert(setting: Setting, config: RunConfig, fields: dict[str, Any]) -> bool
         case "window layers":
             value = [_describe_sight(layer.options) for layer in layers]
         case "layers without positions":
-            value = [int(layer.options.rotary != "none") for layer in layers]
+            base = 1 if setting.word is None else _read("--rotary-base", config)
+            value = [base if layer.options.rotary != "none" else 0 for layer in layers]
         case "dense layers first":
             value = next((index for index, layer in enumerate(layers) if layer.has("experts")), len(layers))
         case "layers with experts":
             value = [index for index, layer in enumerate(layers) if layer.has("experts")]
+            if setting.word is not None:
+                value = [setting.word if layer.has("experts") else "dense" for layer in layers]
         case "inverse root":
             value = None if value is None else _invert_power(value, -2)
         case "inverse":

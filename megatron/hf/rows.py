@@ -94,10 +94,12 @@ def split(row: Row, config: TransformerConfig, ours: Tensor) -> list[Tensor]:
     if row.form in ("qkv", "gated_qkv"):
         groups, width = _get_heads(config)
         by_group = ours.unflatten(0, (groups, -1, width))
-        query, key, value = by_group.split([by_group.shape[1] - 2, 1, 1], dim=1)
+        # Queries, of which a gate may have a tensor of its own, as large as theirs.
+        separate = max(1, len(row.theirs) - 2)
+        parts = list(by_group.split([*[(by_group.shape[1] - 2) // separate] * separate, 1, 1], dim=1))
         if row.form == "gated_qkv":
-            query = query.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
-        tensors = [part.flatten(0, 2) for part in (query, key, value)]
+            parts[0] = parts[0].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+        tensors = [part.flatten(0, 2) for part in parts]
         if len(row.theirs) == 1:
             tensors = [torch.cat(tensors)]
     return [tensor.t() if row.transposed and tensor.dim() == 2 else tensor for tensor in tensors]

@@ -43,6 +43,7 @@ MSCALE = {
     "mscale_all_dim": 0.9,
 }  # fmt: skip
 ODD = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 72, "vocab_size": 97}
+BIASES = {"attention_bias": True, "mlp_bias": True}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("Llama", ODD),
     "Llama, tied": ("Llama", {"tie_word_embeddings": True}),
@@ -165,6 +166,33 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         BASES["minimax_m2"] | EAGER
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}},
     ),
+    "GLM 4": ("Glm", BASES["glm"] | {"attention_bias": False} | ODD | EAGER),
+    "GLM 4 0414": ("Glm4", BASES["glm4"] | ODD | EAGER),
+    "ERNIE 4.5": ("Ernie4_5", BASES["ernie4_5"] | {"use_bias": True} | ODD | EAGER),
+    "InternLM 3": ("InternLM3", BASES["internlm3"] | BIASES | ODD),
+    "IQuest-Coder": ("IQuestCoder", BASES["iquestcoder"] | ODD),
+    "Arcee": ("Arcee", BIASES | ODD),
+    "Helium": ("Helium", BIASES | ODD | {"head_dim": 12} | EAGER),
+    "EXAONE 4": ("Exaone4", BASES["exaone4"] | {"layer_types": ["sliding_attention", "full_attention"] * 2} | EAGER),
+    "EXAONE 4, without a window": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4} | ODD),
+    "OLMo 3": (
+        "Olmo3", BASES["olmo3"] | {"attention_bias": True, "rope_parameters": {
+            "full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}} | ODD | EAGER,
+    ),
+    "Granite SWA": (
+        "GraniteSWA", BASES["granite_swa"] | BIASES | {"layer_rope_theta": [0, 10000, 10000, 0]} | ODD | EAGER,
+    ),
+    "GLM 4.7 Flash": (
+        "Glm4MoeLite", BASES["glm4_moe_lite"] | {"mlp_layer_types": ["dense", "sparse"] * 2} | EAGER,
+    ),
+    "dots.llm1": ("Dots1", BASES["dots1"] | {"attention_bias": True} | EAGER),
+    "Granite 3 MoE": ("GraniteMoe", BASES["granitemoe"] | {"attention_bias": True} | ODD | EAGER),
+    "Granite 3 MoE, with a shared expert": ("GraniteMoeShared", BASES["granitemoeshared"] | EAGER),
+    "Solar Open": ("SolarOpen", BASES["solar_open"] | {"attention_bias": True} | EAGER),
+    "Hunyuan 3": ("HYV3", BASES["hy_v3"] | {"attention_bias": True} | ODD),
+    "K-EXAONE": ("ExaoneMoe", BASES["exaone_moe"] | EAGER),
+    "FlexOlmo": ("FlexOlmo", BASES["flex_olmo"] | {"norm_topk_prob": True, "attention_bias": True} | EAGER),
+    "Arcee Trinity": ("Afmoe", BASES["afmoe"] | ODD | EAGER),
 }  # fmt: skip
 """Name -> classes in transformers and settings of a tiny model."""
 

@@ -34,6 +34,7 @@ _LATENT = {
     "n_routed_experts": 16, "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 1,
     "num_experts_per_tok": 4, "q_lora_rank": 20,
 }  # fmt: skip
+_LATENT_ONLY = {name: value for name, value in _LATENT.items() if name != "first_k_dense_replace"}
 _GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 16, "sliding_window": 6, "tie_word_embeddings": True}
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 # Norms of heads make much of what nearly cancelled, in transformers too; a larger epsilon keeps the last digits.
@@ -97,6 +98,28 @@ BASES: dict[str, dict[str, Any]] = {
     "granite": {"attention_multiplier": 0.4}, "seed_oss": {"head_dim": 12}, 
     "ministral": {"head_dim": 12, "sliding_window": 6}, "starcoder2": {"sliding_window": 6},
     "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 12},
+    "glm": {"head_dim": 12}, "glm4": {"head_dim": 12}, "ernie4_5": {"head_dim": 12}, "internlm3": {"head_dim": 12},
+    "iquestcoder": {"head_dim": 12}, "arcee": {}, "helium": {"head_dim": 8}, "exaone4": {"sliding_window": 6},
+    "olmo3": {"sliding_window": 6}, "granite_swa": {"sliding_window": 6, "attention_multiplier": 0.4},
+    "glm4_moe_lite": _LATENT_ONLY | {"n_group": 4, "topk_group": 2},
+    "dots1": {
+        "n_routed_experts": 16, "n_shared_experts": 2, "num_experts_per_tok": 4, "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "norm_topk_prob": True, "sliding_window": 6,
+        "max_window_layers": 2,
+    },
+    "granitemoe": {"num_local_experts": 4, "attention_multiplier": 0.4},
+    "granitemoeshared": {"num_local_experts": 4, "attention_multiplier": 0.4, "shared_intermediate_size": 40},
+    "solar_open": {
+        "n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2,
+        "head_dim": 12,
+    },
+    "hy_v3": _EXPERTS | {"head_dim": 12},
+    "exaone_moe": {
+        "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2,
+        "sliding_window": 6,
+    },
+    "flex_olmo": {"num_experts": 6, "num_experts_per_tok": 3, "num_key_value_heads": 4},
+    "afmoe": _EXPERTS | {"head_dim": 12, "sliding_window": 6, "mup_enabled": True},
 }  # fmt: skip
 """Settings of a tiny model of each type, beside `SIZES`."""
 ROPES: dict[str, dict[str, Any]] = {
@@ -293,7 +316,7 @@ def _build_theirs(family: Family, fields: dict[str, Any]) -> Any:
     config._attn_implementation = config._experts_implementation = "eager"  # others take no float64
     hf = randomised(getattr(transformers, family.model_class)(config))
     for name, buffer in hf.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.copy_(0.2 * torch.randn(buffer.shape, generator=torch.Generator().manual_seed(3)))
     with torch.no_grad():
         logits = hf(input_ids=torch.arange(1, 25)[None], use_cache=False).logits

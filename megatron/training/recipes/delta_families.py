@@ -160,7 +160,7 @@ DELTA_FAMILIES: tuple[Family, ...] = (
         sizes=SIZES,
         settings=(
             *USUAL, *DELTA, Setting("linear_allow_neg_eigval", "--linear-allow-neg-eigval", "switch", default=False),
-            Setting("layer_types", "--output-norm-freq", "norms of full layers"),
+            Setting("layer_types", "--output-norm-freq", "full layers"),
         ),
         rows=in_pairs(_OLMO_HYBRID_ROWS),
         rotary_field="rope_parameters",

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from megatron.core.errors import ConfigError
 from megatron.training.recipes.delta_families import DELTA_FAMILIES
+from megatron.training.recipes.expert_families import EXPERT_FAMILIES
 from megatron.training.recipes.family import Family, Row, Setting
 from megatron.training.recipes.family_defaults import (
     complete_alternating,
@@ -39,13 +40,13 @@ from megatron.training.recipes.family_rows import (
     MIXTRAL_EXPERTS,
     NEMOTRON_ROWS,
     OURS,
-    OUTPUT_NORMS,
     PHI3_ROWS,
     PREDICTION_ROWS,
     QK_NORMS,
     QKV_BIAS,
     SANDWICH_NORMS,
     SHARED_EXPERTS,
+    SINKS,
     THEIRS,
     build_gated_rows,
     build_rows,
@@ -84,6 +85,7 @@ from megatron.training.recipes.family_settings import (
     build_family,
     build_gemma,
     build_llama,
+    build_olmo,
     build_sizes,
 )
 from megatron.training.recipes.further_families import FURTHER
@@ -122,14 +124,7 @@ FAMILIES: tuple[Family, ...] = (
         "Phi-3", "phi3", "Phi3ForCausalLM",
         settings=(HEAD_WIDTH, ROTARY_SHARE, WINDOW), rows=PHI3_ROWS, complete=complete_phi3,
     ),
-    build_family(
-        "OLMo 2", "olmo2", "Olmo2ForCausalLM",
-        flags=f"{LLAMA_FLAGS} --norm-placement output --qk-layernorm --qk-norm-scope all",
-        settings=(*USUAL, HEAD_WIDTH),
-        rows={
-            **without_rows(LLAMA_ROWS, "input_layernorm", "pre_mlp_layernorm"), **OUTPUT_NORMS, **QK_NORMS,
-        },
-    ),
+    build_olmo("OLMo 2", "olmo2", "Olmo2ForCausalLM", settings=(ROTARY_BASE,)),
     build_llama(
         # Every fourth layer has no positions (Kazemnejad et al., 2023); theirs marks layers with 1 where they have
         # some.
@@ -187,7 +182,7 @@ FAMILIES: tuple[Family, ...] = (
         rows={
             **without_rows(LLAMA_ROWS, ".mlp."), **QKV_BIAS, **GPT_OSS_EXPERTS,
             **rename_rows(OURS, THEIRS, {"self_attention.linear_proj": "self_attn.o_proj"}, "bias"),
-            **build_rows(Row(f"{OURS}self_attention.core_attention.softmax_offset", (f"{THEIRS}self_attn.sinks",))),
+            **SINKS,
         },
         rope={"rope_theta": 150000.0},
         other_names={"num_experts": "num_local_experts"},
@@ -268,6 +263,7 @@ FAMILIES: tuple[Family, ...] = (
         complete=complete_llama4,
     ),
     *FURTHER,
+    *EXPERT_FAMILIES,
     *HYBRIDS,
     *DELTA_FAMILIES,
 )  # fmt: skip

@@ -31,7 +31,8 @@ class Row:
     whole       one tensor, the same values
     stacked     theirs one below the other: the gate's rows, then those of the other half of a gated MLP
     qkv         theirs are queries, keys, values [heads * width, h], or these three in one tensor; ours have one
-                group of query heads after the other: [groups * (queries of the group, key, value) * width, h]
+                group of query heads after the other: [groups * (queries of the group, key, value) * width, h].
+                Of four tensors the second is the gate of attention's output
     interleaved one tensor, whose rows are by turns the gate's and the other half's of a gated MLP
     gated_qkv   the same as qkv, each of their query heads being followed by the gate of its output
     sections    theirs one below the other, each being one or more neighbouring sections of a state mixer's projection
@@ -78,8 +79,7 @@ class LayerLetters:
 SettingForm = Literal[
     "number", "switch", "inverted switch", "query groups", "window", "window layers", "layers without positions",
     "dense layers first", "layers with experts", "groups", "group score", "two best", "factors", "root", "inverse root",
-    "inverse", "bounds", "expansion", "norms of full layers", "multipliers",
-    "gate norm",
+    "inverse", "bounds", "expansion", "full layers", "multipliers", "gate norm",
 ]  # fmt: skip
 
 
@@ -97,10 +97,10 @@ class Setting:
     query groups              heads of keys and values
     window                    w tokens are seen, the token itself among them: w - 1 before it
     window layers             `full_attention`, or `sliding_attention` or `chunked_attention`, of each layer
-    norms of full layers      `full_attention` of each layer whose norms stand on the output
-    layers without positions  of each layer, 0 where it has none
+    full layers               the flag is for the layers that are `full_attention`
+    layers without positions  of each layer, 0 where it has none; with the `word` base, else the base of rotation
     dense layers first        so many layers come before those with experts
-    layers with experts       their indices, from 0
+    layers with experts       their indices, from 0; or of each layer a word, which is `word` where it has some
     groups                    of experts; 1 where there are none
     group score               `greedy`: experts are in no groups; `group_limited_greedy`: a group counts by its best one
     two best                  a group counts by its two best, of so many groups
@@ -164,8 +164,8 @@ class Family:
     other_names: Mapping[str, str] = field(default_factory=dict)
     """Other name of a field in some files -> its name in the class."""
     expects: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that the class does not know, and that earlier programs for the same files read: the only value that is
-    known of each."""
+    """The only value that is known of a field: of one that the class does not know, and that earlier programs for the
+    same files read, or of one for which the class has another default."""
     rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_theta": 10000.0})
     """Contents of `rope_parameters` where a config.json leaves them out."""
     complete: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None

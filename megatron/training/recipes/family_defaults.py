@@ -142,7 +142,7 @@ DEFAULTS: Mapping[str, Fields] = {
 # ---- what follows from other fields
 
 
-def _fill_layers(fields: Fields, is_local: Mapping[int, bool], local: str = "sliding_attention") -> None:
+def fill_layers(fields: Fields, is_local: Mapping[int, bool], local: str = "sliding_attention") -> None:
     """Fill in which layers have a window or chunks, where a file does not say it layer by layer."""
     if fields["layer_types"] is None:
         fields["layer_types"] = [local if is_local[layer] else "full_attention" for layer in is_local]
@@ -156,7 +156,7 @@ def complete_qwen(fields: Fields) -> Fields:
     """The first layers see everything; a window that is switched off is none."""
     first, window = fields.pop("max_window_layers"), fields["sliding_window"]
     is_on = bool(fields["use_sliding_window"]) and window is not None
-    _fill_layers(fields, {layer: is_on and layer > first for layer in list_layers(fields)})
+    fill_layers(fields, {layer: is_on and layer > first for layer in list_layers(fields)})
     _refuse_windows_that_are_off(fields, is_on)
     return fields
 
@@ -164,7 +164,7 @@ def complete_qwen(fields: Fields) -> Fields:
 def complete_qwen2_moe(fields: Fields) -> Fields:
     """Every other layer of the first ones has the window."""
     first, is_on = fields.pop("max_window_layers"), bool(fields["use_sliding_window"])
-    _fill_layers(fields, {layer: is_on and layer % 2 == 1 and layer <= first for layer in list_layers(fields)})
+    fill_layers(fields, {layer: is_on and layer % 2 == 1 and layer <= first for layer in list_layers(fields)})
     _refuse_windows_that_are_off(fields, is_on)
     return fields
 
@@ -214,14 +214,14 @@ def complete_gemma(fields: Fields) -> Fields:
 
 def complete_alternating(fields: Fields) -> Fields:
     """Every other layer has the window, from the first on."""
-    _fill_layers(fields, {layer: layer % 2 == 1 for layer in list_layers(fields)})
+    fill_layers(fields, {layer: layer % 2 == 1 for layer in list_layers(fields)})
     return fields
 
 
 def complete_gemma3(fields: Fields) -> Fields:
     """Every so many layers see everything."""
     every = fields.pop("sliding_window_pattern", None) or 6
-    _fill_layers(fields, {layer: layer % every != 0 for layer in list_layers(fields)})
+    fill_layers(fields, {layer: layer % every != 0 for layer in list_layers(fields)})
     return fields
 
 
@@ -269,7 +269,7 @@ def complete_llama4(fields: Fields) -> Fields:
     every, step = fields.pop("no_rope_layer_interval"), fields.pop("interleave_moe_layer_step")
     layers = list_layers(fields)
     rotated = fields["no_rope_layers"] or [int(layer % every != 0) for layer in layers]
-    _fill_layers(fields, {layer: bool(each) for layer, each in enumerate(rotated)}, "chunked_attention")
+    fill_layers(fields, {layer: bool(each) for layer, each in enumerate(rotated)}, "chunked_attention")
     if fields["moe_layers"] is None:
         fields["moe_layers"] = [layer - 1 for layer in layers if layer % step == 0]
     return {**fields, "no_rope_layers": rotated}

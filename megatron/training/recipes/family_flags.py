@@ -91,7 +91,7 @@ def uses_experts(config: Mapping[str, Any]) -> bool:
 
 def list_pinned(family: Family) -> list[str]:
     """Fields of the family's class that change the model and are no flag: they must have the class's default."""
-    read = _list_read(family)
+    read = _list_read(family) | family.expects.keys()
     return [name for name in family.defaults if name not in read]
 
 
@@ -157,7 +157,7 @@ _BOUNDS = (
     "two numbers, the smallest and the largest step",
 )  # fmt: skip
 _BY_FORM: Mapping[str, tuple[_Judge, str]] = {
-    "switch": _SWITCH, "inverted switch": _SWITCH, "window layers": _WORDS, "norms of full layers": _LAYERS,
+    "switch": _SWITCH, "inverted switch": _SWITCH, "window layers": _WORDS, "full layers": _LAYERS,
     "multipliers": _NUMBERS, "gate norm": _SWITCH, "layers without positions": _NUMBERS,
     "layers with experts": _NUMBERS, "group score": _WORD, "bounds": _BOUNDS,
 }  # fmt: skip
@@ -181,7 +181,7 @@ def _judge(family: Family, config: Mapping[str, Any]) -> None:
     for setting in (*family.sizes, *family.settings):
         of_setting = _COUNT if setting.flag in _COUNTED else _BY_FORM.get(setting.form, _NUMBER)
         for name in _list_fields(setting):
-            kinds[name] = of_setting
+            kinds[name] = _WORDS if setting.form == "layers with experts" and setting.word else of_setting
             # null would become the flag's absence, which means another value.
             if setting.form == "switch" and of_setting is _SWITCH and name in _COUNTS:
                 kinds[name] = _COUNT
@@ -190,7 +190,7 @@ def _judge(family: Family, config: Mapping[str, Any]) -> None:
             ):
                 needed.add(name)
         if setting.only_if is not None:
-            kinds[setting.only_if] = _SWITCH
+            kinds.setdefault(setting.only_if, _SWITCH)
     kinds.pop(ROPE, None)
     for name, (judge, expected) in kinds.items():
         value = config.get(name, family.defaults.get(name))
@@ -370,11 +370,11 @@ def _build_flag(family: Family, config: Mapping[str, Any], setting: Setting) -> 
         case "window layers":
             sees_all = [kind == FULL for kind in _judge_layers(family, config, setting, value)]
             return [f"{setting.flag} {_describe_pattern(sees_all, '0', '1')}"] if any(sees_all) else []
-        case "norms of full layers":
+        case "full layers":
             # Where a layer of theirs is two letters, both are alike.
             letters = 2 if family.letters and family.letters.mlps else 1
             of_layers = [kind == FULL for kind in value for _ in range(letters)]
-            return [f"{setting.flag} {_describe_pattern(of_layers, '1', '0')}"] if any(of_layers) else []
+            return [f"{setting.flag} {_describe_pattern(of_layers, '1', '0', divides=True)}"] if any(of_layers) else []
         case "layers without positions":
             has_none = [not has_positions for has_positions in _judge_layers(family, config, setting, value)]
             pattern = _describe_pattern(has_none, "1", "0", divides=True) if any(has_none) else None
@@ -383,6 +383,8 @@ def _build_flag(family: Family, config: Mapping[str, Any], setting: Setting) -> 
             return [f"{setting.flag} [0]*{value}+[1]*{config['num_hidden_layers'] - value}"]
         case "layers with experts":
             has_experts = [index in value for index in range(config["num_hidden_layers"])]
+            if setting.word is not None:
+                has_experts = [kind == setting.word for kind in _judge_layers(family, config, setting, value)]
             return [] if all(has_experts) else [f"{setting.flag} {_describe_period(has_experts)}"]
         case "groups" | "two best" if (config["n_group"], config["topk_group"]) == (1, 1):
             return []
@@ -441,7 +443,9 @@ def _judge_layers(family: Family, config: Mapping[str, Any], setting: Setting, v
         raise _refuse(family, setting.theirs, value, f"it must have an entry for each of the {layers} layers")
     chunked = any(other.flag == "--attention-chunk-size" for other in family.settings)
     known = (FULL, "chunked_attention" if chunked else "sliding_attention")
-    if setting.form == "window layers" and not set(value) <= set(known):
+    if setting.form == "layers with experts":
+        known = ("dense", str(setting.word))
+    if setting.form in ("window layers", "layers with experts") and not set(value) <= set(known):
         raise _refuse(family, setting.theirs, value, f"only {known[0]!r} and {known[1]!r} are known")
     return value
 

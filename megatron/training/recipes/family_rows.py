@@ -68,6 +68,7 @@ OUTPUT_NORMS = rename_rows(
     OURS, THEIRS,
     {"post_self_attn_layernorm": "post_attention_layernorm", "post_mlp_layernorm": "post_feedforward_layernorm"},
 )  # fmt: skip
+OUTPUT_NORM_ROWS = {**without_rows(LLAMA_ROWS, "input_layernorm", "pre_mlp_layernorm"), **OUTPUT_NORMS}
 SANDWICH_NORMS = OUTPUT_NORMS | rename_rows(OURS, THEIRS, {"pre_mlp_layernorm": "pre_feedforward_layernorm"})
 EXPERTS = build_gated_rows("mlp.experts", "mlp.experts.{expert}") | rename_rows(
     OURS, THEIRS, {"mlp.router": "mlp.gate"}
@@ -105,18 +106,19 @@ MIXTRAL_EXPERTS = {
     **rename_rows(OURS, THEIRS, {"mlp.router": "block_sparse_moe.gate"}),
 }
 # Already joined in their files.
-PHI3_ROWS = LLAMA_ROWS | build_rows(
+PACKED_MLP = rename_rows(OURS, THEIRS, {"mlp.linear_fc1": "mlp.gate_up_proj"})
+PHI3_ROWS = PACKED_MLP | build_rows(
     Row(f"{OURS}self_attention.linear_qkv.weight", (f"{THEIRS}self_attn.qkv_proj.weight",), "qkv"),
-    Row(f"{OURS}mlp.linear_fc1.weight", (f"{THEIRS}mlp.gate_up_proj.weight",)),
 )
 # An MLP without a gate: linear_fc1 is one matrix.
+UNGATED_MLP = rename_rows(OURS, THEIRS, {"mlp.linear_fc1": "mlp.up_proj"})
 NEMOTRON_ROWS = {
     **LLAMA_ROWS,
+    **UNGATED_MLP,
     **rename_rows(
         OURS, THEIRS, {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}, "bias"
     ),
     **rename_rows("", "", {"decoder.final_layernorm": "model.norm"}, "bias"),
-    **rename_rows(OURS, THEIRS, {"mlp.linear_fc1": "mlp.up_proj"}),
 }
 GPT2_MATRICES = {
     "self_attention.linear_proj": "attn.c_proj",
@@ -164,6 +166,7 @@ LLAMA4_ROWS = {
         Row(f"{OURS}mlp.experts.linear_fc2.weight", (f"{THEIRS}feed_forward.experts.down_proj",), transposed=True),
     ),
 }
+SINKS = build_rows(Row(f"{OURS}self_attention.core_attention.softmax_offset", (f"{THEIRS}self_attn.sinks",)))
 # The gate's rows and those of the other half by turns, and matrices [inputs, outputs].
 GPT_OSS_EXPERTS = build_rows(
     Row(f"{OURS}mlp.experts.linear_fc1.weight", (f"{THEIRS}mlp.experts.gate_up_proj",), "interleaved", True),
@@ -172,11 +175,8 @@ GPT_OSS_EXPERTS = build_rows(
     Row(f"{OURS}mlp.experts.linear_fc2.bias", (f"{THEIRS}mlp.experts.down_proj_bias",)),
 ) | rename_rows(OURS, THEIRS, {"mlp.router": "mlp.router"}, "weight", "bias")
 # Attention with biases in all projections, an MLP whose two first ones are stacked.
-BIASED_ROWS = {
-    **LLAMA_ROWS,
-    **build_rows(Row(f"{OURS}self_attention.linear_qkv.bias", list_projections("bias"), "qkv")),
-    **rename_rows(OURS, THEIRS, {"self_attention.linear_proj": "self_attn.o_proj"}, "bias"),
-}
+BIASED_ATTENTION = QKV_BIAS | rename_rows(OURS, THEIRS, {"self_attention.linear_proj": "self_attn.o_proj"}, "bias")
+BIASED_ROWS = LLAMA_ROWS | BIASED_ATTENTION
 MLP_BIASES = {
     **build_rows(
         Row(

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.training.recipes.family import Family, Row, Setting
 from megatron.training.recipes.family_defaults import DEFAULTS
-from megatron.training.recipes.family_rows import LATENT_ROWS, LLAMA_ROWS, SHARED_EXPERTS
+from megatron.training.recipes.family_rows import LATENT_ROWS, LLAMA_ROWS, OUTPUT_NORM_ROWS, QK_NORMS, SHARED_EXPERTS
 
 # ---- settings
 
@@ -116,10 +116,8 @@ LLAMA4_EXPERTS = (
 
 # ---- the families
 
-ATTENTION_BIAS = (
-    Setting("attention_bias", "--add-qkv-bias", "switch", default=False),
-    Setting("attention_bias", "--add-attention-output-bias", "switch", default=False),
-)
+ALL_BIASES = ("--add-qkv-bias", "--add-attention-output-bias", "--add-mlp-bias")
+ATTENTION_BIAS = tuple(Setting("attention_bias", flag, "switch", default=False) for flag in ALL_BIASES[:2])
 MLP_BIAS = Setting("mlp_bias", "--add-mlp-bias", "switch", default=False)
 GRANITE_MULTIPLIERS = (
     Setting("embedding_multiplier", "--embedding-multiplier", default=1.0),
@@ -173,6 +171,10 @@ build_family = start_from("", (), {})
 # Mistral, Qwen and many others start from Llama.
 build_llama = start_from(LLAMA_FLAGS, USUAL, LLAMA_ROWS)
 build_gemma = start_from(GEMMA_FLAGS, (UNTIED, NORM_EPSILON, HEAD_WIDTH, EMBEDDING_MULTIPLIER), LLAMA_ROWS)
+build_olmo = start_from(
+    f"{LLAMA_FLAGS} --norm-placement output --qk-layernorm --qk-norm-scope all",
+    (UNTIED, NORM_EPSILON, HEAD_WIDTH), OUTPUT_NORM_ROWS | QK_NORMS,
+)  # fmt: skip
 # Latent attention, and experts behind a few dense layers.
 build_deepseek = start_from(
     f"--multi-latent-attention --qk-layernorm {LLAMA_FLAGS}", (*USUAL, *LATENT, *DEEPSEEK_EXPERTS),

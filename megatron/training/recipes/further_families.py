@@ -5,33 +5,44 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron.training.recipes.family import Family, Row, Setting
-from megatron.training.recipes.family_defaults import Fields, list_layers, size, without
+from megatron.core.errors import ConfigError
+from megatron.training.recipes.family import Family, Setting
+from megatron.training.recipes.family_defaults import Fields, fill_layers, list_layers, size, without
 from megatron.training.recipes.family_rows import (
+    BIASED_ATTENTION,
     BIASED_ROWS,
-    MIXTRAL_EXPERTS,
     MLP_BIASES,
     OURS,
+    OUTPUT_NORM_ROWS,
+    PACKED_MLP,
     QK_NORMS,
+    QKV_BIAS,
+    SINKS,
     STARCODER2_ROWS,
     THEIRS,
-    build_rows,
+    UNGATED_MLP,
+    rename_rows,
 )
 from megatron.training.recipes.family_settings import (
+    ALL_BIASES,
     ATTENTION_BIAS,
     GRANITE_MULTIPLIERS,
+    HALF_ROTATED,
     HEAD_WIDTH,
+    LLAMA_FLAGS,
     MLP_BIAS,
     ROTARY_BASE,
     ROTARY_SHARE,
-    TOP_K,
     UNTIED,
+    USUAL,
     WINDOW,
     WINDOW_LAYERS,
     build_family,
     build_llama,
+    build_olmo,
 )
 
+_LIKE_LLAMA = {"rms_norm_eps": 1e-5, "attention_bias": False, "mlp_bias": False}
 _DEFAULTS: Mapping[str, Fields] = {
     "granite": size(32, 4096, 11008, 32, None, 2048)
     | {
@@ -47,8 +58,25 @@ _DEFAULTS: Mapping[str, Fields] = {
         "hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5, "sliding_window": None, "use_bias": True,
         "tie_word_embeddings": True,
     },
-    "minimax_m2": size(62, 3072, 1536, 48, 8, 196608)
-    | {"head_dim": 128, "num_experts_per_tok": 8, "num_local_experts": 256},
+    **dict.fromkeys(
+        ("glm", "glm4"),
+        size(40, 4096, 13696, 32, 2, 131072) | {"head_dim": 128, "rms_norm_eps": 1.5625e-07, "attention_bias": True},
+    ),
+    "ernie4_5": size(18, 1024, 3072, 16, 2, 131072)
+    | {"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "use_bias": False, "head_dim": 128},
+    "internlm3": size(48, 4096, 10240, 32, 2, 32768) | _LIKE_LLAMA | {"head_dim": 128},
+    "iquestcoder": size(80, 5120, 27648, 40, 8, 131072) | _LIKE_LLAMA | {"head_dim": 128},
+    "arcee": size(32, 2560, 18432, 32, None, 4096) | _LIKE_LLAMA | {"hidden_act": "relu2", "head_dim": None},
+    "helium": size(24, 2560, 7040, 20, 20, 4096) | _LIKE_LLAMA | {"rms_norm_eps": 1e-8, "head_dim": 128},
+    "exaone4": size(32, 4096, 16384, 32, 32, 2048)
+    | {"rms_norm_eps": 1e-5, "sliding_window": 4096, "layer_types": None},
+    "olmo3": size(32, 4096, 11008, 32, None, 2048)
+    | {"rms_norm_eps": 1e-5, "attention_bias": False, "sliding_window": 4096, "layer_types": None},
+    "granite_swa": size(24, 2560, 8192, 20, 4, 8192) | _LIKE_LLAMA
+    | {
+        "tie_word_embeddings": True, "embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0,
+        "attention_multiplier": 1.0, "sliding_window": 128, "layer_types": None, "layer_rope_theta": None,
+    },
 }  # fmt: skip
 
 
@@ -62,13 +90,40 @@ def _complete_ministral(fields: Fields) -> Fields:
     return fields
 
 
-def _complete_minimax_m2(fields: Fields) -> Fields:
-    """Fill in the share of a head that is rotated, which the published files say in channels."""
-    channels = fields.pop("rotary_dim", None)
-    if channels is not None:
-        fields.setdefault("partial_rotary_factor", channels / fields["head_dim"])
+def complete_exaone(fields: Fields) -> Fields:
+    """Fill in the layers: the window leaves out every so many. Without one, there are no layers that it concerns."""
+    every = fields.pop("window_pattern", None)
+    if fields["layer_types"] is None and isinstance(every, str):
+        raise ConfigError(f"sliding_window_pattern is {every!r} in config.json, which needs layer_types beside it")
+    if fields["sliding_window"] is None:
+        fields["layer_types"] = ["full_attention" for _ in list_layers(fields)]
+    fill_layers(fields, {layer: layer % (every or 4) != 0 for layer in list_layers(fields)})
     return fields
 
+
+def _complete_olmo3(fields: Fields) -> Fields:
+    fill_layers(fields, {layer: layer % 4 != 0 for layer in list_layers(fields)})
+    return fields
+
+
+def _complete_granite_swa(fields: Fields) -> Fields:
+    """Fill in the layers: every fourth, from the first on, sees everything; all rotate by the same base, or not."""
+    fill_layers(fields, {layer: layer % 4 != 1 for layer in list_layers(fields)})
+    base = (fields["rope_parameters"] or {}).get("rope_theta") or fields.get("rope_theta") or 10000.0
+    bases = fields["layer_rope_theta"]
+    if bases is None:
+        fields["layer_rope_theta"] = [base for _ in list_layers(fields)]
+    elif not set(bases) <= {0, base}:
+        raise ConfigError(f"layer_rope_theta is {bases} in config.json; only 0 and rope_theta, {base}, are known in it")
+    return fields
+
+
+_GLM = (HEAD_WIDTH, ROTARY_SHARE, ATTENTION_BIAS[0])
+_GLM_ROWS = {**QKV_BIAS, **PACKED_MLP}
+EXAONE_PATTERN = frozenset(("sliding_window_pattern",))
+EXAONE_WINDOWS = (
+    WINDOW, WINDOW_LAYERS, Setting("layer_types", "--no-rope-freq", "full layers", only_if="sliding_window"),
+)  # fmt: skip
 
 FURTHER: tuple[Family, ...] = (
     build_llama(
@@ -105,17 +160,79 @@ FURTHER: tuple[Family, ...] = (
         idle=frozenset(("residual_dropout", "embedding_dropout")),
     ),
     build_llama(
-        "MiniMax M2", "minimax_m2", "MiniMaxM2ForCausalLM",
-        flags="--qk-layernorm --qk-norm-scope all --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
-        settings=(HEAD_WIDTH, ROTARY_SHARE, Setting("num_local_experts", "--num-experts"), TOP_K),
+        "GLM 4 0414", "glm4", "Glm4ForCausalLM",
+        flags="--rotary-interleaved --norm-placement both",
+        settings=_GLM,
+        rows=_GLM_ROWS | rename_rows(
+            OURS, THEIRS,
+            {"post_self_attn_layernorm": "post_self_attn_layernorm", "post_mlp_layernorm": "post_mlp_layernorm"},
+        ),
+        rope=HALF_ROTATED, defaults=_DEFAULTS["glm4"],
+    ),
+    build_llama(
+        "GLM 4", "glm", "GlmForCausalLM",
+        flags="--rotary-interleaved", settings=_GLM, rows=_GLM_ROWS, rope=HALF_ROTATED, defaults=_DEFAULTS["glm"],
+    ),
+    build_llama(
+        "ERNIE 4.5", "ernie4_5", "Ernie4_5ForCausalLM",
+        flags="--rotary-interleaved",
+        settings=(HEAD_WIDTH, *(Setting("use_bias", flag, "switch", default=False) for flag in ALL_BIASES)),
+        rows={**BIASED_ROWS, **MLP_BIASES},
+        rope={"rope_theta": 500000.0}, defaults=_DEFAULTS["ernie4_5"],
+    ),
+    build_llama(
+        "InternLM 3", "internlm3", "LlamaForCausalLM",
+        settings=(HEAD_WIDTH, *ATTENTION_BIAS, MLP_BIAS), rows={**BIASED_ROWS, **MLP_BIASES},
+        other_names={"qkv_bias": "attention_bias", "bias": "mlp_bias"}, defaults=_DEFAULTS["internlm3"],
+    ),
+    build_llama(
+        "IQuest-Coder", "iquestcoder", "LlamaForCausalLM",
+        settings=(HEAD_WIDTH, *ATTENTION_BIAS, MLP_BIAS), rows={**BIASED_ROWS, **MLP_BIASES},
+        expects={"clip_qkv": None, "use_sliding_window": False}, defaults=_DEFAULTS["iquestcoder"],
+    ),
+    build_family(
+        "Arcee", "arcee", "ArceeForCausalLM",
+        flags="--normalization RMSNorm --squared-relu --disable-bias-linear",
+        settings=(*USUAL, HEAD_WIDTH, *ATTENTION_BIAS, MLP_BIAS),
         rows={
-            **QK_NORMS, **MIXTRAL_EXPERTS,
-            **build_rows(
-                Row(f"{OURS}mlp.router.expert_bias", (f"{THEIRS}block_sparse_moe.e_score_correction_bias",))
-            ),
+            **BIASED_ROWS, **UNGATED_MLP,
+            **rename_rows(OURS, THEIRS, {"mlp.linear_fc1": "mlp.up_proj", "mlp.linear_fc2": "mlp.down_proj"}, "bias"),
         },
-        defaults=_DEFAULTS["minimax_m2"],
-        other_names={"num_experts": "num_local_experts"},
-        complete=_complete_minimax_m2,
+        defaults=_DEFAULTS["arcee"],
+    ),
+    build_llama(
+        "Helium", "helium", "HeliumForCausalLM",
+        flags="--rotary-interleaved", settings=(HEAD_WIDTH, ATTENTION_BIAS[0], MLP_BIAS),
+        rows={**QKV_BIAS, **MLP_BIASES}, rope={"rope_theta": 100000.0}, defaults=_DEFAULTS["helium"],
+    ),
+    build_family(
+        "EXAONE 4", "exaone4", "Exaone4ForCausalLM",
+        # Layers without a window have no positions.
+        flags=f"{LLAMA_FLAGS} --norm-placement output --qk-layernorm",
+        settings=(*USUAL, HEAD_WIDTH, *EXAONE_WINDOWS), rows=OUTPUT_NORM_ROWS | QK_NORMS,
+        idle=EXAONE_PATTERN, other_names={"sliding_window_pattern": "window_pattern"}, complete=complete_exaone,
+        defaults=_DEFAULTS["exaone4"],
+    ),
+    build_olmo(
+        "OLMo 3", "olmo3", "Olmo3ForCausalLM",
+        settings=(
+            *ATTENTION_BIAS, WINDOW, WINDOW_LAYERS,
+            Setting("rope_parameters.full_attention.rope_theta|rope_theta", "--rotary-base", default=10000),
+            # Theirs has no other name for it, so that the base of the whole model is not read here.
+            Setting("rope_parameters.sliding_attention.rope_theta", "--rotary-base-local"),
+        ),
+        rows=BIASED_ATTENTION,
+        rope={"full_attention": {"rope_theta": 500000.0}, "sliding_attention": {"rope_theta": 500000.0}},
+        complete=_complete_olmo3, defaults=_DEFAULTS["olmo3"],
+    ),
+    build_llama(
+        "Granite SWA", "granite_swa", "GraniteSWAForCausalLM",
+        flags="--softmax-type learnable",
+        settings=(
+            HEAD_WIDTH, *ATTENTION_BIAS, MLP_BIAS, *GRANITE_MULTIPLIERS, WINDOW, WINDOW_LAYERS,
+            Setting("layer_rope_theta", "--no-rope-freq", "layers without positions", word="base"),
+        ),
+        rows={**BIASED_ROWS, **MLP_BIASES, **SINKS},
+        complete=_complete_granite_swa, defaults=_DEFAULTS["granite_swa"],
     ),
 )  # fmt: skip

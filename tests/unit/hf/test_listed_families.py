@@ -26,6 +26,6 @@ def test_the_list_names_every_type_and_class(
 
 
 def test_every_listed_type_is_built() -> None:
-    """37 types of the 92 popular ones, and Kimi K2's name for DeepSeek V3's; test_round_trip converts each of these."""
+    """And so counted: test_round_trip converts each of these."""
     built = {find_family(make_model(name).config.model_type).model_type for name in MODELS}
-    assert built == {family.model_type for family in FAMILIES} and len(built) == 37
+    assert built == {family.model_type for family in FAMILIES}
