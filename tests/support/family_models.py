@@ -182,6 +182,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Granite SWA": (
         "GraniteSWA", BASES["granite_swa"] | BIASES | {"layer_rope_theta": [0, 10000, 10000, 0]} | ODD | EAGER,
     ),
+    "Ministral 3": ("Ministral3", BASES["ministral3"] | ODD | EAGER),
+    "Hunyuan": ("HunYuanDenseV1", BASES["hunyuan_v1_dense"] | {"attention_bias": True} | ODD | EAGER),
+    "Hunyuan, longer": (
+        "HunYuanDenseV1", BASES["hunyuan_v1_dense"]
+        | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 1000.0}} | EAGER,
+    ),
+    "Hunyuan MoE": ("HunYuanMoEV1", BASES["hunyuan_v1_moe"] | EAGER),
     "GLM 4.7 Flash": (
         "Glm4MoeLite", BASES["glm4_moe_lite"] | {"mlp_layer_types": ["dense", "sparse"] * 2} | EAGER,
     ),

@@ -107,6 +107,13 @@ BASES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "norm_topk_prob": True, "sliding_window": 6,
         "max_window_layers": 2,
     },
+    "ministral3": {
+        "head_dim": 12, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 7,
+            "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
+        },
+    },
+    "hunyuan_v1_dense": {"head_dim": 12}, "hunyuan_v1_moe": {"head_dim": 12, "num_experts": 6, "moe_topk": 3},
     "granitemoe": {"num_local_experts": 4, "attention_multiplier": 0.4},
     "granitemoeshared": {"num_local_experts": 4, "attention_multiplier": 0.4, "shared_intermediate_size": 40},
     "solar_open": {
@@ -129,7 +136,7 @@ ROPES: dict[str, dict[str, Any]] = {
     },
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
     "longrope": {"factor": 4.0, "original_max_position_embeddings": 16},
-    "dynamic": {"factor": 4.0},
+    "dynamic": {"factor": 4.0, "alpha": 1000.0},
 }  # fmt: skip
 HOSTILE: tuple[Any, ...] = (
     math.nan, math.inf, -1, -0.5, "six", "", [], {}, [1], {"a": 1}, True, None, 0, 10**30, 1e300, 1e-300,

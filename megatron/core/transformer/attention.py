@@ -319,12 +319,15 @@ class SelfAttention(Attention):
             query, key, value = self.split(packed, self.heads_per_group, rotation)
         else:
             query, key, value = split_qkv(packed, self.heads_per_group)
+            rotates_first = self.config.qk_norm_after_rotation
+            if rotation is not None and rotates_first:
+                query, key = self.rotate(query, key, rotation)
             if self.q_layernorm is not None:
                 query = self.q_layernorm(query)
             if self.k_layernorm is not None:
                 key = self.k_layernorm(key)
             # After the norms: a rotation leaves lengths alone, so that scores depend on distances only.
-            if rotation is not None:
+            if rotation is not None and not rotates_first:
                 query, key = self.rotate(query, key, rotation)
         if not output_gate:
             return query, key, value

@@ -46,7 +46,14 @@ from megatron.training.recipes.family_settings import (
     list_router_flags,
     with_experts,
 )
-from megatron.training.recipes.further_families import EXAONE_PATTERN, EXAONE_WINDOWS, complete_exaone
+from megatron.training.recipes.further_families import (
+    EXAONE_PATTERN,
+    EXAONE_WINDOWS,
+    HUNYUAN_FLAGS,
+    HUNYUAN_ROWS,
+    complete_exaone,
+    complete_hunyuan,
+)
 
 _GRANITE = size(32, 4096, 11008, 32, None, 2048) | {
     "attention_bias": False, "embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0,
@@ -83,6 +90,8 @@ _DEFAULTS: Mapping[str, Fields] = {
         "num_experts_per_tok": 8, "num_shared_experts": 1, "moe_intermediate_size": 1536,
         "router_scaling_factor": 2.826, "mlp_layer_types": None,
     },
+    "hunyuan_v1_moe": size(32, 4096, 11008, 32, None, 2048)
+    | {"rms_norm_eps": 1e-5, "attention_bias": False, "num_experts": 1, "moe_topk": 1, "head_dim": None},
     "exaone_moe": size(32, 4096, 16384, 32, 32, 2048)
     | {
         "rms_norm_eps": 1e-5, "sliding_window": 4096, "layer_types": None, "mlp_layer_types": None,
@@ -239,6 +248,23 @@ EXPERT_FAMILIES: tuple[Family, ...] = (
         # A sum in float32: rounding alone.
         idle=frozenset(("enable_moe_fp32_combine",)), other_names={"num_local_experts": "num_experts"},
         rope={"rope_theta": 11158840.0}, complete=_fill_mlps, defaults=_DEFAULTS["hy_v3"],
+    ),
+    build_llama(
+        "Hunyuan MoE", "hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM",
+        flags=HUNYUAN_FLAGS,
+        settings=(
+            HEAD_WIDTH, *ATTENTION_BIAS, Setting("num_experts", "--num-experts"),
+            Setting("moe_topk", "--moe-router-topk", needed=True),
+            # The shared expert is as wide as each of the others.
+            Setting("intermediate_size", "--moe-shared-expert-intermediate-size"),
+        ),
+        rows={
+            **HUNYUAN_ROWS, **EXPERTS, **build_gated_rows("mlp.shared_experts", "mlp.shared_mlp"),
+            **rename_rows(OURS, THEIRS, {"mlp.router": "mlp.gate.wg"}),
+        },
+        idle=frozenset(("eod_token_id", "sep_token_id")),
+        other_names={"num_experts_per_tok": "moe_topk", "num_local_experts": "num_experts"},
+        complete=complete_hunyuan, defaults=_DEFAULTS["hunyuan_v1_moe"],
     ),
     build_llama(
         "K-EXAONE", "exaone_moe", "ExaoneMoeForCausalLM",

@@ -33,9 +33,16 @@ IDLE = frozenset(
 """Fields that change nothing in what a model computes, in any family, or are read elsewhere."""
 _ROPE_NUMBERS = frozenset(
     """rope_theta partial_rotary_factor factor original_max_position_embeddings attention_factor beta_fast beta_slow
-    low_freq_factor high_freq_factor mscale mscale_all_dim""".split()
+    low_freq_factor high_freq_factor mscale mscale_all_dim llama_4_scaling_beta alpha""".split()
 )
-_ROPE_FIELDS = _ROPE_NUMBERS | {"rope_type", "type", "truncate", "short_factor", "long_factor"}
+_ROPE_FIELDS = _ROPE_NUMBERS | {
+    "max_position_embeddings",
+    "rope_type",
+    "type",
+    "truncate",
+    "short_factor",
+    "long_factor",
+}
 _LARGEST, _SMALLEST = 2**53, 2.0**-126
 # Larger than any model's, so that a list with an entry for each stays small.
 _MOST = 10_000
@@ -66,9 +73,15 @@ def build_flags(family: Family, config: Mapping[str, Any], *, with_sizes: bool =
         # What begins like a flag is none behind an equals sign.
         flags += [f"--hybrid-layer-pattern{'=' if pattern.startswith('-') else ' '}{pattern}"] if with_sizes else []
     # Two fields may say the same.
-    return list(
+    flags = list(
         dict.fromkeys([*flags, *(flag for setting in settings for flag in _build_flag(family, config, setting))])
     )
+    scored = "--moe-router-score-function sigmoid"
+    if {"--moe-router-topk 1", scored} <= set(flags) and "--moe-apply-probs-on-input" not in flags:
+        # Theirs divides by the sum of one; here a single expert's weight is its score.
+        name = next(setting.theirs for setting in settings if setting.flag == "--moe-router-topk")
+        raise _refuse(family, name, 1, "with sigmoid scores only 2 and more are known")
+    return flags
 
 
 def is_rotary(family: Family, config: Mapping[str, Any]) -> bool:

@@ -175,9 +175,11 @@ build_olmo = start_from(
     f"{LLAMA_FLAGS} --norm-placement output --qk-layernorm --qk-norm-scope all",
     (UNTIED, NORM_EPSILON, HEAD_WIDTH), OUTPUT_NORM_ROWS | QK_NORMS,
 )  # fmt: skip
+# Norms of latent vectors have this epsilon whatever the others have. The number itself follows in USUAL.
+_LATENT_EPSILON = Setting("rms_norm_eps", "--latent-norm-epsilon", "switch", default=1e-6, word="1e-6")
 # Latent attention, and experts behind a few dense layers.
 build_deepseek = start_from(
-    f"--multi-latent-attention --qk-layernorm {LLAMA_FLAGS}", (*USUAL, *LATENT, *DEEPSEEK_EXPERTS),
+    f"--multi-latent-attention --qk-layernorm {LLAMA_FLAGS}", (_LATENT_EPSILON, *USUAL, *LATENT, *DEEPSEEK_EXPERTS),
     LATENT_ROWS | SHARED_EXPERTS, sizes=LATENT_SIZES,
     # The class makes these two of others.
     idle=frozenset(("head_dim", "qk_head_dim")),

@@ -53,6 +53,8 @@ _DEFAULTS: Mapping[str, Fields] = {
     | {"attention_bias": True, "attention_out_bias": False, "mlp_bias": False, "head_dim": 128},
     "ministral": size(32, 4096, 14336, 32, 8, 131072)
     | {"head_dim": None, "sliding_window": 4096, "layer_types": None},
+    "ministral3": size(34, 4096, 14336, 32, 8, 262144)
+    | {"rms_norm_eps": 1e-5, "head_dim": 128, "sliding_window": None},
     "starcoder2": without(size(30, 3072, 12288, 24, 2, 4096), "rms_norm_eps")
     | {
         "hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5, "sliding_window": None, "use_bias": True,
@@ -72,6 +74,8 @@ _DEFAULTS: Mapping[str, Fields] = {
     | {"rms_norm_eps": 1e-5, "sliding_window": 4096, "layer_types": None},
     "olmo3": size(32, 4096, 11008, 32, None, 2048)
     | {"rms_norm_eps": 1e-5, "attention_bias": False, "sliding_window": 4096, "layer_types": None},
+    "hunyuan_v1_dense": size(32, 4096, 11008, 32, None, 2048)
+    | {"rms_norm_eps": 1e-5, "attention_bias": False, "head_dim": None},
     "granite_swa": size(24, 2560, 8192, 20, 4, 8192) | _LIKE_LLAMA
     | {
         "tie_word_embeddings": True, "embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0,
@@ -109,7 +113,8 @@ def _complete_olmo3(fields: Fields) -> Fields:
 def _complete_granite_swa(fields: Fields) -> Fields:
     """Fill in the layers: every fourth, from the first on, sees everything; all rotate by the same base, or not."""
     fill_layers(fields, {layer: layer % 4 != 1 for layer in list_layers(fields)})
-    base = (fields["rope_parameters"] or {}).get("rope_theta") or fields.get("rope_theta") or 10000.0
+    rope = fields.get("rope_scaling") or fields["rope_parameters"] or {}
+    base = rope.get("rope_theta") or fields.get("rope_theta") or 10000.0
     bases = fields["layer_rope_theta"]
     if bases is None:
         fields["layer_rope_theta"] = [base for _ in list_layers(fields)]
@@ -124,6 +129,40 @@ EXAONE_PATTERN = frozenset(("sliding_window_pattern",))
 EXAONE_WINDOWS = (
     WINDOW, WINDOW_LAYERS, Setting("layer_types", "--no-rope-freq", "full layers", only_if="sliding_window"),
 )  # fmt: skip
+
+
+def complete_hunyuan(fields: Fields) -> Fields:
+    """Positions of the type `dynamic` with `alpha` are rotations from a larger base (NTK-aware)."""
+    name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+    rope = fields.get(name) or {}
+    if (rope.get("rope_type") or rope.get("type")) == "dynamic" and rope.get("alpha"):
+        width = fields["head_dim"] or fields["hidden_size"] // fields["num_attention_heads"]
+        base = rope.get("rope_theta") or fields.get("rope_theta") or 10000.0
+        # Bases are whole numbers here; of large ones the rest is less than float32 tells apart.
+        base = round(base * rope["alpha"] ** (width / (width - 2)))
+        if base < 10**6:
+            raise ConfigError(f"alpha is {rope['alpha']} in config.json; only a base above 10**6 is known with it")
+        fields = fields | {name: {"rope_type": "default", "rope_theta": base}}
+    return fields
+
+
+HUNYUAN_FLAGS = "--qk-layernorm --qk-norm-after-rotation"
+HUNYUAN_ROWS = BIASED_ATTENTION | rename_rows(
+    OURS, THEIRS,
+    {"self_attention.q_layernorm": "self_attn.query_layernorm",
+     "self_attention.k_layernorm": "self_attn.key_layernorm"},
+)  # fmt: skip
+
+
+def _complete_ministral3(fields: Fields) -> Fields:
+    """Fill in the positions, which are stretched where nothing else is said."""
+    if not fields.get("rope_scaling") and fields["rope_parameters"] is None:
+        fields["rope_parameters"] = {
+            "rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "original_max_position_embeddings": 16384,
+            "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+        }  # fmt: skip
+    return fields
+
 
 FURTHER: tuple[Family, ...] = (
     build_llama(
@@ -147,6 +186,16 @@ FURTHER: tuple[Family, ...] = (
         settings=(HEAD_WIDTH, WINDOW, WINDOW_LAYERS),
         defaults=_DEFAULTS["ministral"],
         complete=_complete_ministral,
+    ),
+    build_llama(
+        "Ministral 3", "ministral3", "Ministral3ForCausalLM",
+        flags="--attn-temperature-layers all",
+        settings=(
+            HEAD_WIDTH, WINDOW,
+            Setting("rope_parameters.llama_4_scaling_beta", "--attn-temperature-scale", default=0, needed=True),
+            Setting("rope_parameters.original_max_position_embeddings", "--attn-temperature-floor", default=8192),
+        ),
+        complete=_complete_ministral3, defaults=_DEFAULTS["ministral3"],
     ),
     build_family(
         "Starcoder 2", "starcoder2", "Starcoder2ForCausalLM",
@@ -224,6 +273,11 @@ FURTHER: tuple[Family, ...] = (
         rows=BIASED_ATTENTION,
         rope={"full_attention": {"rope_theta": 500000.0}, "sliding_attention": {"rope_theta": 500000.0}},
         complete=_complete_olmo3, defaults=_DEFAULTS["olmo3"],
+    ),
+    build_llama(
+        "Hunyuan", "hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM",
+        flags=HUNYUAN_FLAGS, settings=(HEAD_WIDTH, *ATTENTION_BIAS), rows=HUNYUAN_ROWS,
+        idle=frozenset(("eod_token_id",)), complete=complete_hunyuan, defaults=_DEFAULTS["hunyuan_v1_dense"],
     ),
     build_llama(
         "Granite SWA", "granite_swa", "GraniteSWAForCausalLM",

@@ -90,6 +90,18 @@ def agree(found: Any, expected: Any) -> bool:
         ("qwen2_moe", {"layer_types": ABSENT, "use_sliding_window": True, "sliding_window": 4}, "ran"),
         ("gpt_oss", {"rope_parameters": ABSENT, "layer_types": ABSENT}, "ran"),
         ("mixtral", {"num_local_experts": ABSENT, "num_experts": 6}, "ran"),
+        # A single expert of sigmoid scores weighs 1 there; latent vectors have an epsilon of their own.
+        ("minimax_m2", {"num_experts_per_tok": 1}, "refused"),
+        ("deepseek_v3", {"rms_norm_eps": 0.01}, "ran"),
+        # Layers by word, with bases of their own, or without a window.
+        ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense"] * 2}, "ran"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense", "wide"] * 2}, "refused"),
+        ("granite_swa", {"layer_rope_theta": [0, 10000.0, 0, 10000.0]}, "ran"),
+        ("granite_swa", {"layer_rope_theta": [0, 10000.0, 500.0, 10000.0]}, "refused"),
+        ("exaone4", {"sliding_window": None, "layer_types": [FULL] * 4}, "ran"),
+        ("olmo3", {"rope_parameters": ABSENT, "rope_scaling": {"rope_type": "yarn", "factor": 4.0,
+                                                             "original_max_position_embeddings": 16}}, "ran"),
+        ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": 3.0, "factor": 1.0}}, "refused"),
         # What no flag can follow.
         ("llama", {"mlp_bias": True}, "refused"),
         ("gemma2", {"use_bidirectional_attention": True}, "refused"),

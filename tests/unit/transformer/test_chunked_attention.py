@@ -112,6 +112,34 @@ def test_the_factor_on_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.flags("--attn-temperature-layers")
+def test_the_factor_in_all_layers() -> None:
+    """Ministral 3's counts from position 0; in generation it is that of the positions, whatever is read at once."""
+    model = build_model(f"{ROPE} --attn-temperature-layers all --attn-temperature-scale 2 --attn-temperature-floor 6")
+    plain = build_model(ROPE).eval()
+    plain.load_state_dict(model.eval().state_dict())
+    found, expected = logits(model), logits(plain)
+    # The first layer's factor is 1 up to position 5; then all that follows differs.
+    torch.testing.assert_close(found[:, :6], expected[:, :6])
+    assert ((found - expected)[:, 6:].abs().amax(-1) > 1e-4).all()
+    torch.testing.assert_close(logits(model, 4, 3, 9), found, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.flags("--qk-norm-after-rotation")
+def test_norms_of_queries_and_keys_behind_the_rotation() -> None:
+    model = build_model(f"{ROPE} --qk-layernorm --qk-norm-after-rotation").eval()
+    before = build_model(f"{ROPE} --qk-layernorm").eval()
+    before.load_state_dict(model.state_dict())
+    # Without weights the order would be the same: a rotation keeps the mean square.
+    with torch.no_grad():
+        for each in (model, before):
+            for layer in each.decoder.layers:
+                layer.self_attention.q_layernorm.weight.copy_(torch.linspace(0.5, 2.0, 8))
+    found = logits(model)
+    assert (found - logits(before)).abs().max() > 1e-3
+    torch.testing.assert_close(logits(model, 4, 3, 9), found, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.flags("--qk-l2-norm-layers")
 def test_which_layers_normalise() -> None:
     for layers, expected in (("all", [True, True]), ("rotary", [True, False])):

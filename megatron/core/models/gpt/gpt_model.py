@@ -281,6 +281,11 @@ class GPTModel(LanguageModule):
         unrotated = None
         if self.temperature is not None:
             unrotated = self.temperature.build_rotation(length, device, sequence, layout)
+            if self.temperature.in_all_layers:
+                rotation, local_rotation = (
+                    None if each is None else each._replace(query_scale=unrotated.query_scale)
+                    for each in (rotation, local_rotation)
+                )
         return StageInputs(attention_mask, rotation, inference_context, local_rotation, packed_seq_params, unrotated)
 
     def _run_decoder(self, hidden_states: Tensor, inputs: StageInputs) -> Tensor:

@@ -55,6 +55,7 @@ class LatentAttentionFields(PositionFields):
         others = {
             "qk_l2_norm": "use --qk-layernorm, which normalises the latent vectors",
             "attention_output_gate": "leave it out",
+            "qk_norm_after_rotation": "leave it out",
         }
         for name, remedy in others.items():
             if getattr(self, name):

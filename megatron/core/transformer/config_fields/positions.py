@@ -26,7 +26,11 @@ _STRETCHED = Needs("--position-embedding-type yarn", lambda run: _YARN.met(run) 
 _PLAIN_ROTARY = Needs("--position-embedding-type rope", lambda run: run.position_embedding_type == "rope")
 _LONGROPE = Needs("--longrope-short-factors", lambda run: run.longrope_short_factors is not None)
 _SCALED = Needs("--use-rope-scaling", lambda run: run.use_rope_scaling)
-_SOME_WITHOUT = Needs("--no-rope-freq", lambda run: run.no_rope_freq is not None)
+_SOME_WITHOUT = Needs(
+    "--no-rope-freq or --attn-temperature-layers all",
+    lambda run: run.no_rope_freq is not None or run.attn_temperature_layers == "all",
+)
+_HEAD_NORM = Needs("--qk-layernorm", lambda run: run.qk_layernorm)
 _TEMPERATURE = Needs("--attn-temperature-scale", lambda run: run.attn_temperature_scale is not None)
 _WINDOW = Needs("--window-size", lambda run: run.window_size is not None)
 
@@ -102,8 +106,15 @@ class PositionFields(AttentionFields):
     """In layers without rotary positions, multiply the query at position p, counted from 1, by 1 + this x
     ln(1 + floor(p / --attn-temperature-floor)), which keeps the softmax sharp over long sequences (Llama 4, where it is
     0.1; Nakanishi, 2025)."""
+    attn_temperature_layers: str = flag(
+        "unrotated", choices=("unrotated", "all"), kind="function", needs=(ROTARY, _TEMPERATURE)
+    )
+    """Layers with --attn-temperature-scale: those without rotary positions, or all, where positions are counted from 0
+    (Ministral 3)."""
     attn_temperature_floor: int = flag(8192, minimum=1, unit="tokens", kind="function", needs=_TEMPERATURE)
     """With --attn-temperature-scale: tokens after which the factor grows for the first time, and then each time."""
+    qk_norm_after_rotation: bool = flag(False, kind="function", needs=(ROTARY, _HEAD_NORM))
+    """Rotate queries and keys before --qk-layernorm normalises them, not after (Hunyuan)."""
     rope_scaling_high_freq_factor: float = flag(4.0, minimum=1, kind="function", needs=_SCALED)
     """--use-rope-scaling keeps frequencies with more turns than this in the first 8192 tokens, stretches those with
     less than one turn, and blends in between; 4 in Llama 3.1, 1 in Llama 4."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharper attention far back in a sequence, in layers without rotary positions (Nakanishi, "Scalable-Softmax", 2025).
+"""Sharper attention far back in a sequence (Nakanishi, "Scalable-Softmax", 2025).
 
-    query at position p *= 1 + scale * ln(1 + floor((p + 1) / floor_tokens)),    p = 0, 1, ...
+    query at position p *= 1 + scale * ln(1 + floor((p + first) / floor_tokens)),    p = 0, 1, ...
 
-as Llama 4 has it: a softmax over more keys is flatter, and these layers see all keys. Positions of packed documents
-begin anew at each.
+A softmax over more keys is flatter. Llama 4 has the factor in layers without rotary positions, which see all keys, and
+counts from first = 1; Ministral 3 has it in all layers, from 0. Positions of packed documents begin anew at each.
 """
 
 from __future__ import annotations
@@ -27,17 +27,20 @@ class AttentionTemperature:
 
     scale: float
     floor_tokens: int
+    in_all_layers: bool = False
 
     @classmethod
     def from_config(cls, config: TransformerConfig) -> AttentionTemperature | None:
         """As the config has it; None where no layer has such a factor."""
-        if config.attn_temperature_scale is None or config.no_rope_freq is None:
+        in_all_layers = config.attn_temperature_layers == "all"
+        if config.attn_temperature_scale is None or (config.no_rope_freq is None and not in_all_layers):
             return None
-        return cls(config.attn_temperature_scale, config.attn_temperature_floor)
+        return cls(config.attn_temperature_scale, config.attn_temperature_floor, in_all_layers)
 
     def compute_scale(self, positions: Tensor) -> Tensor:
         """The factor of queries at these positions [s], counted from 0, float32."""
-        return torch.log1p(torch.floor((positions.float() + 1.0) / self.floor_tokens)) * self.scale + 1.0
+        counted = positions.float() + (0.0 if self.in_all_layers else 1.0)
+        return torch.log1p(torch.floor(counted / self.floor_tokens)) * self.scale + 1.0
 
     def build_rotation(
         self, length: int, device: torch.device, sequence: Group, layout: TokenLayout | None = None
