@@ -180,6 +180,8 @@ def _add_rope(fields: dict[str, Any], config: RunConfig) -> None:
         parameters["sliding_attention"]["rope_type"] = "default"
         parameters = parameters[FULL]
     parameters |= rope
+    beta = "llama_4_scaling_beta"
+    rope |= {beta: parameters[beta]} if beta in parameters else {}
     fields["rope_scaling"] = None if kind == "default" else rope
     if kind == "longrope":
         # Where the field is outside of them, it is the one that counts.

@@ -177,7 +177,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "EXAONE 4, without a window": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4} | ODD),
     "OLMo 3": (
         "Olmo3", BASES["olmo3"] | {"attention_bias": True, "rope_parameters": {
-            "full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}} | ODD | EAGER,
+            "full_attention": YARN | {"truncate": True},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        }} | ODD | EAGER,
     ),
     "Granite SWA": (
         "GraniteSWA", BASES["granite_swa"] | BIASES | {"layer_rope_theta": [0, 10000, 10000, 0]} | ODD | EAGER,

@@ -321,6 +321,9 @@ def _build_rope_flags(family: Family, config: Mapping[str, Any]) -> list[str]:
         raise _refuse(family, f"{ROPE}.sliding_attention.rope_type", local["rope_type"], "only 'default' is known")
     flags, settings, expects = ROPE_TYPES[kind]
     _check(family, rope, expects)
+    if local is not None:
+        # transformers does not look for it among those of one kind of layers.
+        _check(family, rope, {"truncate": True})
     for setting in settings:
         if setting.needed and rope.get(setting.theirs) is None:
             raise _refuse(family, f"{ROPE}.{setting.theirs}", None, f"positions of the type {kind} need it")
