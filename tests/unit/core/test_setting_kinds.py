@@ -36,7 +36,7 @@ BASES = (
     # Between all of them every setting has an effect.
     f"{_ROTARY} rope --use-rope-scaling --rotary-base 500000",
     f"{_ROTARY} rope --no-rope-freq 2 --attn-temperature-scale 0.1 --attn-temperature-floor 8 --qk-l2-norm",
-    f"{_ROTARY} yarn --yarn-original-max-position-embeddings 512 --rotary-scaling-factor 4",
+    f"{_ROTARY} yarn --yarn-original-max-position-embeddings 512 --rotary-scaling-factor 4 --qk-layernorm",
     "--num-experts 8 --moe-router-num-groups 2 --moe-router-group-topk 1 --moe-expert-capacity-factor 0.5",
     "--num-experts 8 --moe-router-topk 1 --moe-router-pre-softmax --swiglu --moe-shared-expert-intermediate-size 64",
     "--multi-latent-attention --position-embedding-type rope --rotary-scaling-factor 4 --qk-head-dim 16 "
