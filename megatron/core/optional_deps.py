@@ -15,11 +15,14 @@ from megatron.core.errors import ConfigError
 
 OPTIONAL: dict[str, str] = {
     "annotated_types": "annotated-types",
+    "causal_conv1d": "causal-conv1d",
     "deep_ep": "deep_ep",
+    "fla": "flash-linear-attention",
     "flash_attn": "flash-attn",
     "fsspec": "fsspec",
     "jinja2": "jinja2",
     "lm_eval": "lm-eval",
+    "mamba_ssm": "mamba-ssm",
     "matplotlib": "matplotlib",
     "nltk": "nltk",
     "psutil": "psutil",

@@ -8,13 +8,14 @@ import functools
 import pytest
 
 from megatron.core.optimizer.grad_statistics import compute_layer_norms, count_zeros
+from megatron.core.ssm.state_norms import StateNorm, compute_state_norms, list_state_mixers
 from megatron.training.hooks.measures import list_flat_buffers
 from megatron.training.run import Hook, Run
 from megatron.training.step import train_step
 from megatron.training.verify.parity import open_local_run
 from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.harness import run_distributed
-from tests.parallel.small_training import STYLES, own_rank, training
+from tests.parallel.small_training import OPTIONS, STYLES, own_rank, training
 
 Statistics = tuple[dict[str, float], dict[str, float], int, str]
 
@@ -56,3 +57,29 @@ def test_statistics_are_those_of_one_process(layout: str) -> None:
             assert ours == pytest.approx(expected, rel=1e-5)
         assert found_zeros == zeros
         assert report.count(f"rank {world_size - 1:2d}:") == 2 and report.count(f"rank {world_size:2d}:") == 0
+
+
+RECOMPUTED = "--recompute-granularity=full,--recompute-method=uniform,--recompute-num-layers=1"
+
+
+def state_norms(layout: str) -> dict[str, StateNorm]:
+    """Norms of the states of a step."""
+    config, recipe = training(OPTIONS["states"], layout)
+    with open_local_run(config, recipe, own_rank(config)) as run:
+        modules = [chunk.module for chunk in run.model]
+        for _, mixer in (found for module in modules for found in list_state_mixers(module)):
+            mixer.notes_states = True
+        train_step(run, run.data.open("train", 0))
+        return compute_state_norms(modules, run.groups)
+
+
+@pytest.mark.flags("--log-layer-norms")
+@pytest.mark.parametrize("layout", ["tp2,sp", "pp2", "dp2", "cp2", f"tp2,cp2,{RECOMPUTED}"])
+def test_norms_of_states_are_those_of_one_process(layout: str) -> None:
+    expected = state_norms("1")
+    assert [name.partition(".")[0] for name in expected] == ["decoder"] * 3 + ["mtp"] * 2
+    assert all(0 < norm.mean < norm.largest for norm in expected.values())
+    for found in run_distributed(state_norms, parse_layout(layout).world_size, layout):
+        assert found.keys() == expected.keys()
+        for name, norm in found.items():
+            assert norm == pytest.approx(expected[name], rel=1e-5), name

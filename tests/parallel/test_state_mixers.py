@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.tensor_parallel.parameters import initialise_parameters
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.parallel.harness import run_distributed
+from tests.support.mixer_libraries import installed
 from tests.support.pretend_groups import pretend
 from tests.support.sequence_shards import join_sequence
 
@@ -120,6 +121,28 @@ def test_every_layout_computes_what_one_process_does(
                 atol=tolerance * x.abs().max().item(),
                 msg=lambda text, key=key: f"{key}: {text}",
             )
+
+
+def run_with_libraries(sizes: dict[str, int]) -> tuple[dict[tuple[str, bool, str], Tensor], dict[str, int]]:
+    """What `run_all` computes by stand-ins of the packages for a GPU, and their calls."""
+    with installed("fla", "mamba_ssm", "causal_conv1d", on_cpu=True) as calls:
+        return run_all(sizes), dict(calls)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"cp": 2, "heads": 1}], ids=str)
+def test_libraries_are_called_for_what_they_compute(
+    sizes: dict[str, int], expected: dict[tuple[str, bool, str], Tensor]
+) -> None:
+    world = sizes.get("cp", 1)
+    ranks = run_distributed(run_with_libraries, world, sizes) if world > 1 else [run_with_libraries(sizes)]
+    for found, calls in ranks:
+        # With and without documents. A convolution that reads another rank's tokens, of 62 channels, or gdn2: our own.
+        by_packages = {"scan": 2, "delta rule": 2, "kimi delta": 2}
+        assert calls == by_packages | ({"convolution": 4} if world == 1 else {})
+        for key, x in expected.items():
+            tolerance = 1e-4 if key[2] in ("A_log", "dt_bias") else 3e-6
+            atol = tolerance * x.abs().max().item()
+            torch.testing.assert_close(found[key], x, rtol=0, atol=atol, msg=lambda text, key=key: f"{key}: {text}")
 
 
 @pytest.mark.parametrize(("tokens", "heads", "expected"), [(16, 8, True), (64, 8, False), (16, 6, False)])

@@ -10,15 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.device import is_cpu
-from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.device import current_device, is_cpu
 from megatron.core.placement import Part
 from megatron.core.process_groups_config import Group
 from megatron.core.ssm.chunks import list_slabs
+from megatron.core.ssm.libraries import choose_convolution
 from megatron.core.ssm.pieces import Pieces
 from megatron.core.tensor_parallel.layers import tensor_parallel_split
 from megatron.core.tensor_parallel.parameters import Initialiser, declare_parameter, parameter_dtype
 from megatron.core.tensor_parallel.products import at_least_float32
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 _ELEMENTS = 2**17
 """At a time on a CPU, of everything that is as large as the input."""
@@ -35,7 +36,7 @@ class CausalConvolution(nn.Module):
         channels: int,
         width: int,
         *,
-        config: ModelParallelConfig,
+        config: TransformerConfig,
         parts: Sequence[Part],
         bias: bool,
         tp_group: Group,
@@ -49,6 +50,8 @@ class CausalConvolution(nn.Module):
         self.bias = (
             declare_parameter((channels,), init=_uniform(width**-0.5), dtype=dtype, splits=splits) if bias else None
         )
+        self._library, self.backend_name = choose_convolution(config, len(self.weight), width, current_device())
+        """The package that computes it, if one does; what computes it, for the log."""
 
     @property
     def width(self) -> int:
@@ -63,6 +66,9 @@ class CausalConvolution(nn.Module):
     def convolve(self, x: Tensor, before: Tensor | None, documents: Tensor | None = None) -> Tensor:
         """[s, b, c] -> [s, b, c]. before: the width - 1 tokens before them, [width - 1, b, c]; zeros when None.
         documents: the number of each token's document, int [b, width - 1 + s]."""
+        if before is None and self._library is not None and self._library.takes(x):
+            own = None if documents is None else documents[:, self.width - 1 :]
+            return self._library(x, self.weight[:, 0], self.bias, own)
         before = x.new_zeros(self.width - 1, *x.shape[1:]) if before is None else before
         return _Convolution.apply(x, before, self.weight, self.bias, documents)  # type: ignore[no-any-return]
 

@@ -12,6 +12,8 @@ head and gated. Sources: Yang, Kautz and Hatamizadeh, "Gated Delta Networks", 20
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,6 +21,7 @@ from torch import Tensor
 from megatron.core.plan.state_kinds import GATED_DELTA_NET, list_delta_2_sections, list_delta_sections
 from megatron.core.ssm.by_tokens import compute_by_tokens
 from megatron.core.ssm.chunks import Inputs
+from megatron.core.ssm.libraries import DeltaRuleLibrary, StateLibrary
 from megatron.core.ssm.state_mixer import StateMixer, StateMixerSubmodules, log_uniform_decay, step_sizes
 from megatron.core.tensor_parallel.parameters import ones, zeros
 from megatron.core.tensor_parallel.products import at_least_float32
@@ -32,6 +35,7 @@ class GatedDeltaNet(StateMixer):
 
     title = "a gated delta net"
     convolved = GATED_DELTA_NET.convolved
+    library: ClassVar[type[StateLibrary] | None] = DeltaRuleLibrary
     decay_section = "alpha"
 
     def list_sections(self) -> dict[str, int]:
@@ -109,6 +113,7 @@ class GatedDeltaNet2(GatedDeltaNet):
     """The second form: decay, erasing and writing differ by channel."""
 
     title = "a gated delta net of the second form"
+    library = None
 
     def list_sections(self) -> dict[str, int]:
         """See StateMixer."""

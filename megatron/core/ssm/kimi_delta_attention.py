@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megatron.core.plan.state_kinds import KIMI_GATES, list_kimi_sections
 from megatron.core.process_groups_config import Group
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.libraries import KimiDeltaLibrary
 from megatron.core.ssm.state_mixer import StateMixerSubmodules, log_uniform_decay, step_sizes
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.tensor_parallel.products import at_least_float32
@@ -51,6 +52,7 @@ class KimiDeltaAttention(GatedDeltaNet):
     """[s, b, h] -> [s, b, h]; as many key heads as value heads, of the same width."""
 
     title = "Kimi delta attention"
+    library = KimiDeltaLibrary
     decay_section = "g"
 
     @property

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from megatron.core.plan.state_kinds import MAMBA, list_mamba_sections
 from megatron.core.ssm.by_tokens import compute_by_tokens
 from megatron.core.ssm.chunks import Inputs
+from megatron.core.ssm.libraries import ScanLibrary
 from megatron.core.ssm.state_mixer import StateMixer, StateMixerSubmodules, log_uniform_decay, step_sizes
 from megatron.core.tensor_parallel.layers import tensor_parallel_split
 from megatron.core.tensor_parallel.parameters import declare_parameter, ones
@@ -47,6 +48,7 @@ class MambaMixer(StateMixer):
 
     title = "a Mamba-2 layer"
     convolved = MAMBA.convolved
+    library = ScanLibrary
 
     def list_sections(self) -> dict[str, int]:
         """See StateMixer."""
@@ -96,11 +98,15 @@ class MambaMixer(StateMixer):
         key, query = (section[name].unflatten(-1, (-1, self.config.mamba_state_dim)) for name in ("B", "C"))
         return Inputs(query, key, value, log_decay, steps)
 
+    def find_rate(self) -> Tensor:
+        """See StateMixer."""
+        return -at_least_float32(self.A_log).exp()
+
     def _find_steps(self, dt: Tensor) -> tuple[Tensor, Tensor]:
         steps = F.softplus(at_least_float32(dt) + self.dt_bias)  # [s, b, heads]
         if self.config.mamba_dt_min > 0 or self.config.mamba_dt_max is not None:
             steps = steps.clamp(self.config.mamba_dt_min, self.config.mamba_dt_max)
-        return -at_least_float32(self.A_log).exp() * steps, steps
+        return self.find_rate() * steps, steps
 
     def finish(self, output: Tensor, section: dict[str, Tensor]) -> Tensor:
         """See StateMixer."""

@@ -17,7 +17,7 @@ Documents that are packed into a sequence are kept apart: nothing passes from on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,30 +25,66 @@ from torch import Tensor
 from megatron.core.context_parallel.sharding import list_pieces_of_rank
 from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import Group
+from megatron.core.sequences.token_layout import TokenLayout
 from megatron.core.ssm.chunks import Inputs
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.core_attention.exchanges import exchange_heads_for_tokens, exchange_tokens_for_heads
 
 
+class Exchange(NamedTuple):
+    """What context-parallel ranks could send for one layer, and the choice of the lesser."""
+
+    heads_bytes: float
+    """Of a rank, where tokens are exchanged for heads, and back."""
+    states_bytes: int
+    """Of a rank, where the changes of states are gathered, in float32."""
+    undivided: int | None
+    """A number of heads that the ranks do not divide."""
+
+    @classmethod
+    def weigh(cls, inputs: Inputs, ranks: int) -> Exchange:
+        """inputs: [pieces x b, tokens, heads, ...] of one rank, on any device."""
+        tensors = [x for x in inputs if x is not None]
+        channels, (batch, _, heads, width) = inputs.key.shape[-1], inputs.value.shape
+        # The output comes back in the format of the values. A rank keeps one share of what it exchanges.
+        exchanged = sum(x.nbytes for x in [*tensors, inputs.value]) / ranks
+        undivided = next((x.shape[2] for x in tensors if x.shape[2] % ranks), None)
+        return cls(exchanged, 4 * batch * heads * channels * (width + channels), undivided)
+
+    @property
+    def moves_heads(self) -> bool:
+        """True where exchanging tokens for heads takes fewer bytes, and the heads divide."""
+        return self.undivided is None and self.heads_bytes < self.states_bytes
+
+    def describe(self) -> str:
+        """Return the choice and its reason, for the log."""
+        heads, states = (f"{count / 1e6:,.3g} MB" for count in (self.heads_bytes, self.states_bytes))
+        if self.undivided is not None:
+            return f"states handed over, {states} a layer (ranks do not divide {self.undivided} heads)"
+        if self.moves_heads:
+            return f"tokens exchanged for heads, {heads} a layer (states would be {states})"
+        return f"states handed over, {states} a layer (heads would be {heads})"
+
+
 class Pieces:
     """A rank's pieces of sequences of `length` tokens: one without context parallelism, else two.
 
-    bounds: where packed documents begin and end in the whole sequence, 0, ..., length; None where every sequence is one
-    document.
+    layout: of the documents that are packed into the whole sequence; None where every sequence is one document.
     """
 
-    def __init__(self, group: Group, length: int, bounds: Sequence[int] | None, device: torch.device) -> None:
-        self._group = group
+    def __init__(self, group: Group, length: int, layout: TokenLayout | None, device: torch.device) -> None:
+        self.group = group
         count = 1 if group.size() == 1 else 2 * group.size()
         self._numbers = list_pieces_of_rank(group.rank(), group.size()) if count > 1 else (0,)
         self._size, self._count = length // count, count
+        self._layout, self._device = layout, device
         self._documents: Tensor | None = None
         self._continues = [piece > 0 for piece in range(count)]
         """For every piece of the sequence: whether its first token goes on with the document before it."""
-        if bounds is not None:
-            ends = torch.tensor(bounds)
-            numbers = torch.arange(len(bounds) - 1).repeat_interleave(ends.diff())
-            self._documents = numbers.to(device)
+        if layout is not None:
+            counts, bounds = torch.tensor(layout.new), layout.bounds
+            numbers = torch.arange(len(counts)).repeat_interleave(counts)
+            self._documents = layout.keep(("numbers of documents", device), lambda: numbers.to(device))
             self._continues = [piece > 0 and piece * self._size not in bounds for piece in range(count)]
 
     def split(self, x: Tensor) -> Tensor:
@@ -69,16 +105,9 @@ class Pieces:
         return torch.stack([padded[start : start + before + self._size] for start in starts])
 
     def moves_heads(self, inputs: Inputs) -> bool:
-        """Return True where exchanging tokens for heads, and back, takes fewer bytes than gathering states in float32,
-        and the heads divide. inputs: [pieces x b, tokens, heads, ...] of this rank."""
-        ranks = self._group.size()
-        tensors = [x for x in inputs if x is not None]
-        if ranks == 1 or any(x.shape[2] % ranks for x in tensors):
-            return False
-        channels, (batch, _, heads, width) = inputs.key.shape[-1], inputs.value.shape
-        # The output comes back in the format of the values. A rank keeps one share of what it exchanges.
-        exchanged = sum(x.nbytes for x in [*tensors, inputs.value]) / ranks
-        return exchanged < 4 * batch * heads * channels * (width + channels)
+        """Return True where ranks exchange tokens for heads, see `Exchange`. inputs: [pieces x b, tokens, heads, ...]
+        of this rank."""
+        return self.is_divided and Exchange.weigh(inputs, self.group.size()).moves_heads
 
     def take_heads(self, inputs: Inputs) -> Inputs:
         """Exchange [pieces x b, tokens, heads, ...] for [b, s, heads / cp, ...] of the whole sequence."""
@@ -87,13 +116,30 @@ class Pieces:
         for dtype in {x.dtype for x in tensors.values()}:
             names = [name for name, x in tensors.items() if x.dtype == dtype]
             own = [self.join(tensors[name].transpose(0, 1)) for name in names]
-            whole |= zip(names, exchange_tokens_for_heads(own, self._group), strict=True)
+            whole |= zip(names, exchange_tokens_for_heads(own, self.group), strict=True)
         return inputs._replace(**{name: x.transpose(0, 1) for name, x in whole.items()})
 
     def return_heads(self, output: Tensor) -> Tensor:
         """Exchange [b, s, heads / cp, V] for [pieces x b, tokens, heads, V]."""
-        own = exchange_heads_for_tokens(output.transpose(0, 1).flatten(2), self._group)
+        own = exchange_heads_for_tokens(output.transpose(0, 1).flatten(2), self.group)
         return self.split(own.unflatten(2, (-1, output.shape[-1]))).transpose(0, 1)
+
+    def take_own(self, of_heads: Tensor) -> Tensor:
+        """[heads, ...] -> [heads / cp, ...], those that `take_heads` gives this rank."""
+        return of_heads.chunk(self.group.size())[self.group.rank()]
+
+    @property
+    def has_documents(self) -> bool:
+        """True for packed documents."""
+        return self._layout is not None
+
+    def find_bounds(self) -> Tensor | None:
+        """Where documents begin and end in the whole sequence, int64 [documents + 1], one tensor for all layers; None
+        where there is one document."""
+        layout, device = self._layout, self._device
+        if layout is None:
+            return None
+        return layout.keep(("bounds of documents", device), lambda: torch.tensor(layout.bounds).to(device))
 
     def list_all_documents(self) -> Tensor | None:
         """The number of each token's document in the whole sequence, int [1, s]; None where there is one document."""
@@ -107,15 +153,16 @@ class Pieces:
             return None
         if self._size < tokens:
             raise ConfigError(
-                f"--context-parallel-size {self._group.size()} leaves pieces of {self._size} tokens, and a convolution "
+                f"--context-parallel-size {self.group.size()} leaves pieces of {self._size} tokens, and a convolution "
                 f"reads the {tokens} tokens before each; use sequences of at least {tokens * self._count} tokens"
             )
         ends = self._gather(x[-tokens:].movedim(1, 0).unflatten(0, (2, -1)))  # [pieces of all, b, tokens, c]
         before = [ends[piece - 1] if piece else torch.zeros_like(ends[0]) for piece in self._numbers]
         return torch.cat(before).movedim(0, 1)
 
-    def hand_over(self, final: Tensor, width: int) -> Tensor:
-        """The state before each of our pieces, [pieces x b, H, K, V], from the states that all pieces end with.
+    def hand_over(self, final: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """The state before each of our pieces, [pieces x b, H, K, V], and after the sequence, [b, H, K, V], from the
+        states that all pieces end with.
 
         final: [pieces x b, H, K, V + K], T and M side by side; width: V.
         """
@@ -128,12 +175,12 @@ class Pieces:
             before.append(state)
             change, transition = of_pieces[piece].split([width, final.shape[-1] - width], dim=-1)
             state = transition @ state + change
-        return torch.cat([before[piece] for piece in self._numbers])
+        return torch.cat([before[piece] for piece in self._numbers]), state
 
     def _gather(self, x: Tensor) -> Tensor:
         """[2, ...] of each rank -> [pieces, ...] in the order of the sequence."""
-        gathered = gather_from_sequence_parallel_region(x.contiguous(), self._group)
-        size = self._group.size()
+        gathered = gather_from_sequence_parallel_region(x.contiguous(), self.group)
+        size = self.group.size()
         order = [piece for rank in range(size) for piece in list_pieces_of_rank(rank, size)]
         return torch.stack([gathered[order.index(piece)] for piece in range(self._count)])
 

@@ -19,13 +19,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.auxiliary_loss import is_recomputing
+from megatron.core.collectives import all_reduce
+from megatron.core.device import current_device
 from megatron.core.errors import ConfigError
 from megatron.core.inference_context import InferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.placement import Part
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.ssm.chunks import Inputs
 from megatron.core.ssm.convolution import CausalConvolution
+from megatron.core.ssm.libraries import StateCall, StateLibrary, choose_states
 from megatron.core.ssm.linear_attention import attend, attend_step
 from megatron.core.ssm.pieces import Pieces
 from megatron.core.tensor_parallel.layers import (
@@ -34,7 +38,7 @@ from megatron.core.tensor_parallel.layers import (
     RowParallelLinear,
     tensor_parallel_split,
 )
-from megatron.core.tensor_parallel.parameters import Initialiser, declare_parameter
+from megatron.core.tensor_parallel.parameters import Initialiser, declare_parameter, parameter_dtype
 from megatron.core.transformer.initialisers import input_initialiser, output_initialiser
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -56,6 +60,8 @@ class StateMixer(MegatronModule):
     """Name in messages."""
     convolved: ClassVar[Sequence[str]]
     """Sections that pass the convolution; neighbours."""
+    library: ClassVar[type[StateLibrary] | None] = None
+    """Functions of a package that compute its states on a GPU."""
     further_sections: Sequence[str] = ()
     """The last sections, where the first projection does not make them."""
     unit: tuple[float, float] | None = None
@@ -71,6 +77,11 @@ class StateMixer(MegatronModule):
         super().__init__(config)
         self.groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
         self.layer_number = layer_number
+        self.notes_states = False
+        """True adds to `state_squares` in training."""
+        self.state_squares: list[Tensor] = []
+        """Of each microbatch the squares of the states that sequences end with, summed over the heads of this TP rank,
+        [sequences]."""
         ranks = self.groups.tp.size()
         self.sections = self.list_sections()
         for name, size in self.sections.items():
@@ -97,6 +108,8 @@ class StateMixer(MegatronModule):
             channels, width, config=config, parts=convolved, bias=has_bias, tp_group=self.groups.tp
         )
         self.build_parameters(submodules)
+        _, (key_width, _) = self.state_shape
+        self.states = choose_states(self.library, config, key_width, parameter_dtype(config), current_device())
         self.out_proj = build_module(
             submodules.out_proj,
             self.sections["z"],
@@ -137,6 +150,10 @@ class StateMixer(MegatronModule):
         """The inputs of linear attention, but [s, b, ...], from the sections [s, b, channels of this rank], of which
         some are convolved."""
 
+    def find_rate(self) -> Tensor | None:
+        """What strength is multiplied by for the decay, [heads of this rank]; None where they are unrelated."""
+        return None
+
     @property
     @abstractmethod
     def state_shape(self) -> tuple[int, tuple[int, int]]:
@@ -169,8 +186,7 @@ class StateMixer(MegatronModule):
     def _describe(self, projected: Tensor, packed: PackedSeqParams | None) -> Pieces:
         group = self.groups.cp if packed is None or packed.cp_group is None else packed.cp_group
         length = projected.shape[0] * group.size()
-        bounds = None if packed is None else packed.layout(length).bounds
-        return Pieces(group, length, bounds, projected.device)
+        return Pieces(group, length, None if packed is None else packed.layout(length), projected.device)
 
     def _mix(self, projected: Tensor, pieces: Pieces) -> Tensor:
         """Everything between the projections: [s, b, sections] -> [s, b, channels of z]."""
@@ -207,12 +223,14 @@ class StateMixer(MegatronModule):
         return context.layout.join(parts)
 
     def _attend(self, inputs: Inputs, pieces: Pieces) -> Tensor:
-        documents = pieces.list_documents()
+        rate = self.find_rate()
         if not pieces.is_divided:
-            return attend(inputs, documents=documents, unit=self.unit)[0]
+            return self._attend_to_whole(StateCall(inputs, self.unit, pieces, rate))
         if pieces.moves_heads(inputs):
-            whole = pieces.take_heads(inputs)
-            return pieces.return_heads(attend(whole, documents=pieces.list_all_documents(), unit=self.unit)[0])
+            rate = None if rate is None else pieces.take_own(rate)
+            whole = StateCall(pieces.take_heads(inputs), self.unit, pieces, rate)
+            return pieces.return_heads(self._attend_to_whole(whole))
+        documents = pieces.list_documents()
         # Beside the outputs of each piece those that every channel of the unknown state before it would add.
         batch, tokens, heads, width = inputs.value.shape
         channels = inputs.key.shape[-1]
@@ -225,8 +243,34 @@ class StateMixer(MegatronModule):
             unit=self.unit,
         )
         own, added = outputs.split([width, channels], dim=-1)
-        state = pieces.hand_over(final, width)
+        state, last = pieces.hand_over(final, width)
+        self._note(last, None)
         return (own + torch.einsum("bshk,bhkv->bshv", added, state)).to(inputs.value.dtype)
+
+    def _attend_to_whole(self, call: StateCall) -> Tensor:
+        output, state = self.states(call)
+        self._note(state, call.pieces.group)
+        return output
+
+    @torch.no_grad()
+    def _note(self, state: Tensor, sharers: Group | None) -> None:
+        """Keep the squares of the states [b, heads, K, V] after sequences of a training step. sharers: ranks that have
+        other heads; None where there are none beside the TP group."""
+        if self.notes_states and self.training and not is_recomputing():
+            squares = state.square().flatten(1).sum(1)
+            if sharers is not None:
+                all_reduce(squares, sharers)
+            self.state_squares.append(squares)
+
+    def sketch_inputs(self, tokens: int, batch: int, dtype: torch.dtype) -> Inputs:
+        """The inputs of linear attention of so many tokens, [batch, tokens, heads, ...], of this rank; their values say
+        nothing."""
+        ranks = self.groups.tp.size()
+        section = {
+            name: torch.empty(tokens, batch, size // ranks, dtype=dtype, device=current_device())
+            for name, size in self.sections.items()
+        }
+        return _by_sequences(self.prepare(section))
 
     def _divide(self, projected: Tensor, convolve: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """The sections [s, b, channels of this rank] of [s, b, all of them]; neighbours are convolved together."""

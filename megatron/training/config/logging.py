@@ -41,7 +41,8 @@ class LoggerConfig(CheckedConfig):
     and keys."""
     # Measured at --log-interval only: every norm is a pass over all parameters.
     log_layer_norms: bool = False
-    """Print the norms of every layer's parameters and gradients with each progress line."""
+    """Print the norms of every layer's parameters and gradients with each progress line, and of the states that
+    sequences end with (letters M, G, K)."""
     log_comm_volume: bool = False
     """Add to the progress line what a step sends over each axis of the mesh; kinds apart in the metrics and curves."""
     log_throughput: bool = False

@@ -16,6 +16,8 @@ from megatron.core.collectives import all_gather_object, all_reduce
 from megatron.core.distributed.model_chunk import FlatBuffer
 from megatron.core.optimizer.grad_statistics import compute_layer_norms, count_zeros
 from megatron.core.plan.read import read_plan
+from megatron.core.ssm.state_mixer import StateMixer
+from megatron.core.ssm.state_norms import StateNorm, compute_state_norms, list_state_mixers
 from megatron.core.traffic import Traffic
 from megatron.core.transformer.moe.router import LOSS_NAMES, TopKRouter, read_loss_coefficients
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLoss
@@ -333,7 +335,8 @@ class BalanceHook(Hook):
 
 
 class LayerNormsHook(Hook):
-    """--log-layer-norms: of each layer's parameters after the update and gradients before clipping, at the interval."""
+    """--log-layer-norms: of each layer's parameters after the update and gradients before clipping, and of the states
+    that sequences end with (letters M, G, K), at the interval."""
 
     phase = Phase.MEASURE
     is_collective = True
@@ -341,11 +344,21 @@ class LayerNormsHook(Hook):
     def __init__(self, log_interval: int) -> None:
         self.log_interval = log_interval
         self._gradients: dict[str, float] = {}
+        self._mixers: list[StateMixer] = []
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> LayerNormsHook | None:
         """Return the hook for --log-layer-norms; None where it is not asked for."""
         return cls(config.logger.log_interval) if config.logger.log_layer_norms else None
+
+    def on_train_start(self, run: Run) -> None:
+        """Find the mixers that have states."""
+        self._mixers = [mixer for chunk in run.model for _, mixer in list_state_mixers(chunk.module)]
+
+    def on_step_start(self, run: Run) -> None:
+        """Let mixers keep the norms of states in a step that is logged."""
+        for mixer in self._mixers:
+            mixer.notes_states = (run.progress.iteration + 1) % self.log_interval == 0
 
     def on_gradients(self, run: Run) -> None:
         """Measure the gradients of each layer before clipping. Every rank takes part."""
@@ -362,7 +375,22 @@ class LayerNormsHook(Hook):
         for layer, norm in parameters.items():
             run.metrics.record(f"params-norm {layer}", norm, reduce="last")
             run.metrics.record(f"grad-norm {layer}", self._gradients[layer], reduce="last")
-        run.metrics.add_table(format_layer_norms(run.progress.iteration, parameters, self._gradients))
+        states = compute_state_norms([chunk.module for chunk in run.model], run.groups)
+        for mixer, of_states in states.items():
+            run.metrics.record(f"state-norm {mixer}", of_states.mean, reduce="last")
+            run.metrics.record(f"state-norm-max {mixer}", of_states.largest, reduce="last")
+        table = format_layer_norms(run.progress.iteration, parameters, self._gradients)
+        run.metrics.add_table("\n".join([table, *format_state_norms(states)]))
+
+
+def format_state_norms(states: Mapping[str, StateNorm]) -> Iterator[str]:
+    """Yield the lines of a table of states with a line for each mixer; none without mixers."""
+    if states:
+        title = "norms of states after sequences"
+        width = max(len(title) - 2, *map(len, states))
+        yield f" {title:<{width + 2}s} | {'mean':>12s} | {'largest':>12s} |"
+        for mixer, norm in states.items():
+            yield f"   {mixer:<{width}s} | {norm.mean:12.6g} | {norm.largest:12.6g} |"
 
 
 def format_layer_norms(iteration: int, parameters: dict[str, float], gradients: dict[str, float]) -> str:

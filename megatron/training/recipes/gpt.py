@@ -189,8 +189,11 @@ def describe_gpt_operations(
     device: torch.device,
 ) -> Mapping[str, str]:
     """Return which implementation each operation got; nothing for a model or a layer of the user's own."""
+    from megatron.core.models.gpt.gpt_layer_specs import STATE_MIXERS
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.plan.read import read_plan
+    from megatron.core.ssm.describe import describe_mixers
     from megatron.core.tensor_parallel.products import CommunicationPlan
     from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
     from megatron.core.transformer.execution.operations import describe_operations
@@ -217,6 +220,11 @@ def describe_gpt_operations(
         parts = (part for chunk in chunks for part in chunk.modules() if isinstance(part, DotProductAttention))
         described["attention"] = "; ".join(dict.fromkeys(part.backend.name for part in parts))
     length = config.data.seq_length or 1
+    decoder = read_plan(config.model).decoder
+    kinds = {"mamba" if kind == "parallel" else kind for layer in decoder for kind in layer.kinds}
+    mixers = [mixer for kind, mixer in STATE_MIXERS.items() if kind in kinds]
+    if mixers:
+        described |= describe_mixers(config.model, mixers, groups, length, config.training.micro_batch_size or 1)
     ours, theirs = (
         count_training_flops_per_token(
             config.model, seq_length=length, padded_vocab_size=padded_vocab_size, sees_all=sees_all

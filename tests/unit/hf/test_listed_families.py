@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
+from pathlib import Path
+
 import pytest
 
 from megatron.hf.convert import main
@@ -29,3 +33,11 @@ def test_every_listed_type_is_built() -> None:
     """And so counted: test_round_trip converts each of these."""
     built = {find_family(make_model(name).config.model_type).model_type for name in MODELS}
     assert built == {family.model_type for family in FAMILIES}
+
+
+def test_transformers_is_as_new_as_the_development_extra_asks() -> None:
+    """A family that it lacks would fail; without transformers tests of families would be skipped."""
+    setup = (Path(__file__).parents[3] / "setup.py").read_text()
+    (wanted,) = re.findall(r'"transformers>=([\d.]+)"', setup)
+    found = importlib.metadata.version("transformers")
+    assert [int(x) for x in found.split(".")[:2]] >= [int(x) for x in wanted.split(".")[:2]] >= [5, 23], found

@@ -85,7 +85,7 @@ class AttentionFields(ArchitectureFields):
     )
     """Implementation of attention. auto: the kernel of torch that is made for the kind of attention, on a GPU the
     fastest; flash: only its flash kernel; fused: only its cuDNN kernel; unfused: torch's math kernel; local: the plain
-    reference, scores and softmax written out."""
+    reference, scores and softmax written out. With unfused and local no package computes mixers with a state either."""
     flash_attention_version: int | None = flag(
         None,
         choices=(2, 3, 4),

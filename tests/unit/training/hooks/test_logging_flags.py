@@ -15,9 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron.core.errors import ConfigError
 from megatron.core.optional_deps import available
+from megatron.core.ssm.libraries import StateCall, States
+from megatron.core.ssm.linear_attention import attend_step
+from megatron.core.ssm.state_norms import list_state_mixers
 from megatron.training.hooks.progress_history import find_first_start
 from megatron.training.run import Hook, Run
 from tests.support.tiny_training import RandomTokens, finish, prepare, train_tiny
@@ -125,6 +129,42 @@ def test_log_layer_norms(capsys: pytest.CaptureFixture[str]) -> None:
         squared = sum(float(parameters[name].detach().square().sum()) for name in names)
         assert of_parameters == pytest.approx(math.sqrt(squared), rel=1e-4)
         assert of_gradients == pytest.approx(math.sqrt(sum(squares[name] for name in names)), rel=1e-4)
+
+
+@pytest.mark.flags("--log-layer-norms")
+def test_log_norms_of_states(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """In the steps that are logged, of the recurrence token by token."""
+    calls: list[StateCall] = []
+    pattern = "--hybrid-layer-pattern *-G --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8"
+    flags = f"{pattern} --linear-value-head-dim 8 --normalization RMSNorm --log-interval 2 --train-iters 3"
+    run = prepare("--log-layer-norms", *flags.split(), "--metrics-dir", str(tmp_path))
+    ((name, mixer),) = list_state_mixers(run.model[0].module)
+    own = mixer.states
+
+    class Watch(States):
+        def __call__(self, call: StateCall) -> tuple[Tensor, Tensor]:
+            if mixer.notes_states:
+                calls.append(call)
+            return own(call)
+
+    mixer.states = Watch()
+    finish(run)
+    norms = []
+    for call in calls:
+        inputs = call.inputs.map(torch.Tensor.detach)
+        state = inputs.value.new_zeros(len(inputs.value), 4, 8, 8)
+        for token in range(inputs.value.shape[1]):
+            _, state = attend_step(inputs.map(lambda x, token=token: x[:, token]), state, call.unit)  # type: ignore
+        norms += state.flatten(1).norm(dim=1).tolist()
+    assert norms and name == "decoder.layers.2.self_attention"
+    mean, largest = sum(norms) / len(norms), max(norms)
+    # Iteration 2 alone is one of the interval.
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith(f"   {name}"))
+    assert [float(x) for x in line.split("|")[1:3]] == pytest.approx([mean, largest], rel=1e-4)
+    rows = [json.loads(line) for path in tmp_path.glob("*.jsonl") for line in path.read_text().splitlines()]
+    (row,) = (row for row in rows if f"state-norm {name}" in row)
+    assert row[f"state-norm {name}"] == pytest.approx(mean, rel=1e-4)
+    assert row[f"state-norm-max {name}"] == pytest.approx(largest, rel=1e-4)
 
 
 @pytest.mark.flags("--log-memory-interval")
