@@ -52,7 +52,7 @@ class StateCall(NamedTuple):
 
 
 class States(ABC):
-    """What computes the states of a mixer."""
+    """Computation of the states of a mixer."""
 
     name: str
     """For the log."""
@@ -155,7 +155,7 @@ def choose_states(
     dtype: torch.dtype,
     device: torch.device,
 ) -> States:
-    """What computes the states of a mixer. library: that may; None where no package has such a rule."""
+    """Return the computation of a mixer's states. library: that may; None where no package has such a rule."""
     if library is None or not is_cuda(device):
         return OwnStates(device)
     problem = _find_refusal(config) or library.find_problem(dtype, key_width)
@@ -204,7 +204,7 @@ class ConvolutionLibrary:
 def choose_convolution(
     config: TransformerConfig, channels: int, width: int, device: torch.device
 ) -> tuple[ConvolutionLibrary | None, str]:
-    """What computes the convolution of a mixer, None for our own, and its name for the log."""
+    """Return the package that computes the convolution of a mixer, None for our own, and a name for the log."""
     own = "some tokens at a time" if not is_cuda(device) else "elementary operations"
     if not is_cuda(device):
         return None, own

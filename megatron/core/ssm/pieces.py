@@ -32,7 +32,7 @@ from megatron.core.transformer.core_attention.exchanges import exchange_heads_fo
 
 
 class Exchange(NamedTuple):
-    """What context-parallel ranks could send for one layer, and the choice of the lesser."""
+    """Bytes that context-parallel ranks could send for one layer, and the choice of the lesser."""
 
     heads_bytes: float
     """Of a rank, where tokens are exchanged for heads, and back."""
@@ -43,7 +43,7 @@ class Exchange(NamedTuple):
 
     @classmethod
     def weigh(cls, inputs: Inputs, ranks: int) -> Exchange:
-        """inputs: [pieces x b, tokens, heads, ...] of one rank, on any device."""
+        """Count the bytes. inputs: [pieces x b, tokens, heads, ...] of one rank, on any device."""
         tensors = [x for x in inputs if x is not None]
         channels, (batch, _, heads, width) = inputs.key.shape[-1], inputs.value.shape
         # The output comes back in the format of the values. A rank keeps one share of what it exchanges.
