@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.offloaded_activations import offload
 from megatron.core.tensor_parallel.random import checkpoint, model_parallel_stream
 from megatron.core.transformer.execution.cuda_graphs import Passes
 from megatron.core.transformer.execution.execution import Execution
-from megatron.core.transformer.layer_inputs import LayerInputs, StageInputs
+from megatron.core.transformer.layer_inputs import LayerInputs, StageInputs, read_stage_inputs
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -117,8 +117,11 @@ class TransformerBlock(MegatronModule):
         return f"layers.{int(number) + self.first_layer}.{rest}"
 
     def forward(self, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
-        """[s, b, h] -> [s, b, h]; inputs: the fields of StageInputs."""
-        shared = StageInputs(*inputs, **named)
+        """[s, b, h] -> [s, b, h]; inputs: the fields of StageInputs, or by name what upstream's block takes."""
+        if "rotary_pos_emb" in named:
+            shared = read_stage_inputs(interleaved=self.config.rotates_neighbours, **named)
+        else:
+            shared = StageInputs(*inputs, **named)
         # Angles are computed once for each step and shared by all layers, instead of in each layer.
         constants = (shared.attention_mask, shared.rotation, shared.local_rotation, shared.unrotated)
         caches = shared.inference_context is not None

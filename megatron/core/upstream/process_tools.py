@@ -25,6 +25,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.mesh import list_rank_groups
 from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.stacked_parameters import list_parameters
 
 T = TypeVar("T")
 HAVE_FA3 = False
@@ -225,7 +226,7 @@ def check_param_hashes_across_dp_replicas(model: Iterable[nn.Module], cross_chec
     groups = ProcessGroupCollection.current()
     hashes: dict[bool, dict[str, str]] = {False: {}, True: {}}
     for index, chunk in enumerate(model):
-        for name, param in chunk.named_parameters():
+        for name, param in list_parameters(chunk):
             content = param.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
             digest = hashlib.sha256(content).hexdigest()
             hashes[get_placement(param, name).is_expert][f"{index}.{name}"] = digest

@@ -25,6 +25,7 @@ MANY_PARAMETERS: dict[str, str] = {
     ),
     "megatron/core/models/gpt/gpt_model.py:GPTModel.__init__": "upstream's signature",
     "megatron/core/models/gpt/gpt_layer_specs.py:get_gpt_layer_with_transformer_engine_spec": "upstream's signature",
+    "megatron/core/models/gpt/gpt_model.py:GPTModel._postprocess": "upstream's signature",
     "megatron/core/models/gpt/gpt_model.py:GPTModel.forward": "upstream's signature",
     "megatron/core/parallel_state.py:initialize_model_parallel": "upstream's signature",
     "megatron/training/upstream/settings.py:initialize_megatron": "upstream's signature",

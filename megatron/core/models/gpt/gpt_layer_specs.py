@@ -163,14 +163,15 @@ def get_gpt_layer_with_transformer_engine_spec(
     qk_l2_norm: bool | None = False,
     use_te_op_fuser: bool | None = False,
     use_kitchen: bool = False,
+    use_te_activation_func: bool = False,
     post_self_attn_layernorm: bool | None = None,
     post_mlp_layernorm: bool | None = None,
 ) -> ModuleSpec:
     """Return the local spec with the weights' names of Transformer Engine's modules (transformer/weight_names.py), and
     with layers that compute by it where this process has a GPU and the package; elsewhere they are the local ones, with
-    a warning that says why. Arguments as there; use_te_op_fuser has no effect, since TransformerConfig(compile=True)
-    fuses operations. post_self_attn_layernorm, post_mlp_layernorm: a norm behind attention and MLP, which is the
-    config's to say (norm_placement)."""
+    a warning that says why. Arguments as there; use_te_op_fuser and use_te_activation_func have no effect, since
+    TransformerConfig(compile=True) fuses operations. post_self_attn_layernorm, post_mlp_layernorm: a norm behind
+    attention and MLP, which is the config's to say (norm_placement)."""
     if bool(post_self_attn_layernorm) != bool(post_mlp_layernorm):
         raise ConfigError(
             "post_self_attn_layernorm and post_mlp_layernorm go together: norm_placement says both; give both"

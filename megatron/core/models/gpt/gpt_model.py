@@ -16,9 +16,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.inference_context import InferenceContext
 from megatron.core.models.common.embeddings.attention_temperature import AttentionTemperature
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.common.embeddings.longrope_rotary_pos_embedding import LongRotaryEmbedding
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.models.common.embeddings.rotary_choice import build_rotary_embeddings
 from megatron.core.models.common.language_module import LanguageModule
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.plan.stages import (
@@ -29,8 +27,7 @@ from megatron.core.plan.stages import (
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.tensor_parallel.parameters import initialise_parameters, parameter_dtype
-from megatron.core.transformer.config_fields.positions import is_rotary
-from megatron.core.transformer.layer_inputs import StageInputs
+from megatron.core.transformer.layer_inputs import StageInputs, read_stage_inputs
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLoss, TokenShift
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
@@ -90,7 +87,7 @@ class GPTModel(LanguageModule):
         _check_prediction(config, mtp_block_spec, position_embedding_type, is_here=self.predicts_further)
         # Angles are computed, not drawn or loaded: they have values also where the parameters have no memory yet.
         with torch.device(current_device()):
-            self.rotary_pos_emb, self.local_rotary_pos_emb = _rotary_embeddings(
+            self.rotary_pos_emb, self.local_rotary_pos_emb = build_rotary_embeddings(
                 config,
                 position_embedding_type,
                 rotary_percent,
@@ -205,6 +202,7 @@ class GPTModel(LanguageModule):
         loss_mask: Tensor | None = None,
         padding_mask: Tensor | None = None,
         is_spec_decode: bool | None = None,
+        mtp_kwargs: Mapping[str, Any] | None = None,
     ) -> Tensor:
         """Loss of every token [b, s] float32 when there are labels, else logits [b, s, v].
 
@@ -216,33 +214,91 @@ class GPTModel(LanguageModule):
         documents that are packed into one sequence (b = 1), in place of a mask; with context parallelism bounds in the
         whole sequence. In generation only what `inference_context.layout` wants has logits, but with sequence
         parallelism. runtime_gather_output: logits whole on every rank. inference_params: the former name of
-        inference_context. Raises ConfigError for extra_block_kwargs, padding_mask and is_spec_decode, which do not
-        exist here. On a stage without output layer: hidden states [s, b, h].
+        inference_context. Raises ConfigError for extra_block_kwargs, padding_mask, is_spec_decode and mtp_kwargs, which
+        do not exist here. On a stage without output layer: hidden states [s, b, h].
         """
-        _refuse(extra_block_kwargs=extra_block_kwargs, padding_mask=padding_mask, is_spec_decode=is_spec_decode)
+        _refuse(extra_block_kwargs=extra_block_kwargs, padding_mask=padding_mask, is_spec_decode=is_spec_decode,
+                mtp_kwargs=mtp_kwargs)  # fmt: skip
         inference_context = inference_params if inference_context is None else inference_context
         if inference_context is not None and self.pg_collection.cp.size() > 1:
             raise ConfigError(
                 f"text cannot be generated with --context-parallel-size {self.pg_collection.cp.size()}: the cache "
                 "holds whole sequences; use 1"
             )
-        # With hybrid context parallelism every batch has a group of its own.
-        sequence = self.pg_collection.cp  # the ranks that share the sequence
-        if packed_seq_params is not None and packed_seq_params.cp_group is not None:
-            sequence = packed_seq_params.cp_group
+        hidden_states, rotary, *_ = self._preprocess(
+            input_ids=input_ids, position_ids=position_ids, decoder_input=decoder_input,
+            inference_context=inference_context, packed_seq_params=packed_seq_params, padding_mask=None,
+        )  # fmt: skip
+        inputs = read_stage_inputs(
+            rotary, self.config.rotates_neighbours, attention_mask=attention_mask, inference_context=inference_context,
+            packed_seq_params=packed_seq_params,
+        )  # fmt: skip
+        further: list[Tensor] = []
+        if self.states_in > 1 and decoder_input is None:
+            hidden_states, *further = hidden_states.to(parameter_dtype(self.config)).chunk(self.states_in)
+        hidden_states = self._run_decoder(hidden_states, inputs)
+        depths = {"further": further} if self.config.mtp_num_layers is not None else {}
+        output: Tensor = self._postprocess(
+            hidden_states=hidden_states, input_ids=input_ids, position_ids=position_ids, labels=labels,
+            rotary_pos_emb=inputs, loss_mask=loss_mask, attention_mask=attention_mask,
+            packed_seq_params=packed_seq_params, runtime_gather_output=runtime_gather_output,
+            inference_context=inference_context, **depths,
+        )  # fmt: skip
+        return output
+
+    def _preprocess(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        decoder_input: Tensor | None = None,
+        inference_context: InferenceContext | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        padding_mask: Tensor | None = None,
+    ) -> tuple[Tensor, StageInputs, None, None, None, Tensor | None]:
+        """Return what enters the decoder, [s, b, h], and what its layers read beside it, in upstream's order: (decoder
+        input, rotary_pos_emb, rotary_pos_cos, rotary_pos_sin, sequence_len_offset, padding mask).
+
+        Programs override it, or hand the second to `decoder(rotary_pos_emb=...)`. An override may give upstream's
+        angles [s, 1, 1, channels] in its place. On stages behind multi-token prediction the input is that of all
+        depths, one below the other.
+        """
         if packed_seq_params is None and decoder_input is None:  # positions of packed documents begin anew at each
             longest = input_ids.shape[1] * self.pg_collection.cp.size()
             self._check_length(longest if inference_context is None else inference_context.layout.longest)
-        hidden_states, further = self._hidden_states_in(input_ids, position_ids, decoder_input)
-        inputs = self._list_layer_inputs(hidden_states, attention_mask, inference_context, packed_seq_params, sequence)
-        hidden_states = self._run_decoder(hidden_states, inputs)
-        shift = None
+        states = 1 if decoder_input is not None else self.states_in
+        hidden_states = self._hidden_states_in(input_ids, position_ids, decoder_input)
+        sequence = self._find_sequence(packed_seq_params)
+        length = self._sequence_length(hidden_states, sequence) // states
+        inputs = self._list_layer_inputs(hidden_states, length, inference_context, packed_seq_params, sequence)
+        return hidden_states, inputs, None, None, None, padding_mask
+
+    def _postprocess(
+        self,
+        hidden_states: Tensor,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        labels: Tensor | None,
+        rotary_pos_emb: StageInputs,
+        *,
+        loss_mask: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        runtime_gather_output: bool | None = None,
+        inference_context: InferenceContext | None = None,
+        further: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """Losses or logits of the decoder's output [s, b, h], or what the next stage gets; arguments as in `forward`.
+
+        Programs override it. rotary_pos_emb: from `_preprocess`. attention_mask: of upstream's signature. further: for
+        each depth of multi-token prediction its hidden states, from an earlier stage.
+        """
+        sequence, shift = self._find_sequence(packed_seq_params), None
         if self.config.mtp_num_layers is not None and inference_context is None:
             length = self._sequence_length(hidden_states, sequence)
             shift = TokenShift(sequence, None if packed_seq_params is None else packed_seq_params.layout(length))
         # Where logits are asked for, nobody asks for further tokens; the next stage expects them in any case.
         if self.predicts_further and shift is not None and (labels is not None or not self.post_process):
-            further = self.mtp(input_ids, position_ids, hidden_states, self._find_embedding(), shift, inputs)
+            further = self.mtp(input_ids, position_ids, hidden_states, self._find_embedding(), shift, rotary_pos_emb)
         if not self.post_process:
             return hidden_states if not further else self._join_states([hidden_states, *further])
         if labels is None:
@@ -257,16 +313,24 @@ class GPTModel(LanguageModule):
             hidden_states = self._attach_further_losses(hidden_states, further, labels, loss_mask, shift)
         return self.compute_loss_of_states(labels, hidden_states, self._compute_logits)
 
+    def _find_sequence(self, packed_seq_params: PackedSeqParams | None) -> Group:
+        """Return the ranks that share the sequence; with hybrid context parallelism every batch has a group of its
+        own."""
+        if packed_seq_params is not None and packed_seq_params.cp_group is not None:
+            return packed_seq_params.cp_group
+        return self.pg_collection.cp
+
     def _list_layer_inputs(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | None,
+        length: int,
         inference_context: InferenceContext | None,
         packed_seq_params: PackedSeqParams | None,
         sequence: Group,
     ) -> StageInputs:
-        """Return what layers read beside hidden states [s, b, h], or in generation those of the context's layout."""
-        length, device = self._sequence_length(hidden_states, sequence), hidden_states.device
+        """Return what layers read beside hidden states [s, b, h] of a whole sequence of `length` tokens, or in
+        generation those of the context's layout."""
+        device = hidden_states.device
         layout = None if inference_context is None else inference_context.layout
         longest = 0 if inference_context is None else inference_context.max_tokens
         # Packed documents keep angles that grow through all of them: scores depend on distances only.
@@ -286,7 +350,12 @@ class GPTModel(LanguageModule):
                     None if each is None else each._replace(query_scale=unrotated.query_scale)
                     for each in (rotation, local_rotation)
                 )
-        return StageInputs(attention_mask, rotation, inference_context, local_rotation, packed_seq_params, unrotated)
+        return StageInputs(None, rotation, inference_context, local_rotation, packed_seq_params, unrotated)
+
+    def _list_own_inputs(self, hidden_states: Tensor, inference_context: InferenceContext) -> StageInputs:
+        sequence = self.pg_collection.cp
+        length = self._sequence_length(hidden_states, sequence)
+        return self._list_layer_inputs(hidden_states, length, inference_context, None, sequence)
 
     def _run_decoder(self, hidden_states: Tensor, inputs: StageInputs) -> Tensor:
         """[s, b, h] -> [s, b, h], on the last stage behind the final norm."""
@@ -297,8 +366,8 @@ class GPTModel(LanguageModule):
         """In generation: hidden states [s, b, h] behind the final norm of these tokens [b, s], in the context's layout.
         `compute_logits` makes logits of them; the model is whole, on one process."""
         self._check_length(inference_context.layout.longest)
-        hidden_states, _ = self._hidden_states_in(input_ids, position_ids, None)
-        inputs = self._list_layer_inputs(hidden_states, None, inference_context, None, self.pg_collection.cp)
+        hidden_states = self._hidden_states_in(input_ids, position_ids, None)
+        inputs = self._list_own_inputs(hidden_states, inference_context)
         return self._run_decoder(hidden_states, inputs)
 
     def compute_further_states(
@@ -312,7 +381,7 @@ class GPTModel(LanguageModule):
         """
         embedding = self._find_embedding()
         assert embedding is not None, "this stage has multi-token prediction, and so the embedding"
-        inputs = self._list_layer_inputs(hidden_states, None, inference_context, None, self.pg_collection.cp)
+        inputs = self._list_own_inputs(hidden_states, inference_context)
         # Positions are rotary here, or none: the embedding has none to add.
         further: Tensor = self.mtp.compute_depth(depth, hidden_states, embedding(input_ids, input_ids), inputs)
         return further
@@ -358,24 +427,19 @@ class GPTModel(LanguageModule):
         joined = torch.cat(states)
         return joined.float() if self.config.fp32_residual_connection else joined
 
-    def _hidden_states_in(
-        self, input_ids: Tensor, position_ids: Tensor, decoder_input: Tensor | None
-    ) -> tuple[Tensor, list[Tensor]]:
-        """The decoder's input [s, b, h]; and where multi-token prediction lies on an earlier stage, its hidden states
-        of each depth."""
+    def _hidden_states_in(self, input_ids: Tensor, position_ids: Tensor | None, decoder_input: Tensor | None) -> Tensor:
+        """The decoder's input [s, b, h]; where multi-token prediction lies on an earlier stage, with its hidden states
+        of each depth below, as they are exchanged."""
         if decoder_input is not None:
-            return decoder_input, []
+            return decoder_input
         if self.pre_process:
-            hidden_states = self.embedding(input_ids, position_ids)
+            hidden_states: Tensor = self.embedding(input_ids, position_ids)
             if self.is_frozen and not self.post_process and torch.is_grad_enabled():
                 # The stage behind this one sends a gradient back, which has to lead somewhere.
                 hidden_states.requires_grad_()
-            return hidden_states, []
+            return hidden_states
         assert self._input_tensor is not None, "this stage has no embedding; call set_input_tensor() first"
-        if self.states_in == 1:
-            return self._input_tensor, []
-        hidden_states, *further = self._input_tensor.to(parameter_dtype(self.config)).chunk(self.states_in)
-        return hidden_states, further
+        return self._input_tensor
 
     def _check_length(self, length: int) -> None:
         has_positions = self.pre_process and self.position_embedding_type == "learned_absolute"
@@ -396,6 +460,7 @@ def _refuse(**given: Any) -> None:
     instead = {
         "extra_block_kwargs": "layers read what StageInputs has",
         "padding_mask": "every token goes to experts; take packed_seq_params, without padding",
+        "mtp_kwargs": "labels and loss_mask say what further tokens are held against",
         "is_spec_decode": "drafts are generated by megatron.core.inference",
     }
     asked = [name for name, value in given.items() if value is not None and value is not False and value != {}]
@@ -427,49 +492,3 @@ def _check_prediction(
         )
     if problems:
         raise ConfigError(problems)
-
-
-def _rotary_embeddings(
-    config: TransformerConfig,
-    position_embedding_type: str,
-    rotary_percent: float,
-    stretch: tuple[float | None, float],
-    llama3_scaling: tuple[bool, float, float],
-) -> tuple[RotaryEmbedding | None, RotaryEmbedding | None]:
-    """The model's rotary positions, and those of its layers with a sliding window; None where it has none.
-
-    stretch: interpolation factor and base. llama3_scaling: whether, its factor, and that of high frequencies.
-    """
-    # Latent attention rotates whatever else the model is told about positions.
-    kind = config.position_embedding_type if config.multi_latent_attention else position_embedding_type
-    if not is_rotary(kind, config.multi_latent_attention):
-        return None, None
-    interpolation, base = stretch
-    base, rotary_percent = config.choose_rotary_base(base, rotary_percent)
-    shape = (config.rotary_width, rotary_percent, config.rotates_neighbours)
-    if config.uses_yarn(kind):
-        everywhere: RotaryEmbedding = YarnRotaryEmbedding(*shape, interpolation, base, **_yarn_options(config))
-    elif config.longrope_short_factors is not None:
-        everywhere = LongRotaryEmbedding(shape, base, *config.get_longrope_options())
-    else:
-        everywhere = RotaryEmbedding(*shape, interpolation, base, *llama3_scaling)
-    if config.rotary_base_local is None:
-        return everywhere, None
-    # Plain angles: windows are short, so that no stretching for long sequences applies to them.
-    return everywhere, RotaryEmbedding(*shape, rotary_base=config.rotary_base_local)
-
-
-def _yarn_options(config: TransformerConfig) -> dict[str, Any]:
-    original = config.yarn_original_max_position_embeddings
-    problems = list(config.position_problems("yarn"))
-    if problems:  # the model was built with other positions than its config has
-        raise ConfigError(problems)
-    return {
-        "scaling_factor": config.rotary_scaling_factor,
-        "original_max_position_embeddings": original,
-        "beta_fast": 32.0 if config.yarn_beta_fast is None else config.yarn_beta_fast,
-        "beta_slow": 1.0 if config.yarn_beta_slow is None else config.yarn_beta_slow,
-        "mscale": config.mscale,
-        "mscale_all_dim": config.mscale_all_dim,
-        "correction_range_round_to_int": config.yarn_correction_range_round_to_int,
-    }

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.context_parallel.sharding import shard_sequence
+from megatron.core.errors import ConfigError
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import Group
 from megatron.core.sequences.token_layout import TokenLayout
 from megatron.core.transformer.rotary import Rotation
@@ -88,6 +91,27 @@ class RotaryEmbedding(nn.Module):
         pairs = (angles, angles)
         every = torch.stack(pairs, dim=-1).flatten(-2) if self.rotary_interleaved else torch.cat(pairs, dim=-1)
         return every[:, None, None, :]
+
+    def get_rotary_seq_len(
+        self,
+        inference_context: Any,
+        transformer: Any,
+        transformer_input: Tensor | None,
+        transformer_config: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> int:
+        """Return for how many positions a model's forward needs angles: those of the whole sequence, of which the
+        stage's input [s, b, h] is this rank's part, or of the longest document. transformer: a block, whose
+        `input_tensor` counts where it has one. Raises ConfigError for an inference_context, whose layout says it."""
+        if inference_context is not None:
+            raise ConfigError("in generation positions are those of inference_context.layout; leave it out")
+        if packed_seq_params is not None:
+            return max(int(packed_seq_params.max_seqlen_q or 0), int(packed_seq_params.max_seqlen_kv or 0))
+        given = getattr(transformer, "input_tensor", None)
+        hidden_states = transformer_input if given is None else given
+        assert hidden_states is not None, "a stage without transformer.input_tensor has an input of its own"
+        ranks = transformer_config.tensor_model_parallel_size if transformer_config.sequence_parallel else 1
+        return int(hidden_states.shape[0] * ranks * transformer_config.context_parallel_size)
 
     def build_rotation(
         self,
