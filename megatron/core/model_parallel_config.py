@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.core.config_base import CheckedConfig, derived, flag
 from megatron.core.setting import Needs
@@ -18,6 +18,20 @@ if TYPE_CHECKING:
 # What a flag needs to have an effect: without it, a note says that it has none.
 _TP_OVERLAP = Needs("--tp-comm-overlap", lambda run: run.tp_comm_overlap)
 _HYBRID = Needs("--hybrid-context-parallel", lambda run: run.hybrid_context_parallel)
+
+_REFUSED: dict[str, tuple[Any, str]] = {
+    "enable_autocast": (False, "bf16 and fp16 say in which number format is computed"),
+    "cpu_offloading": (False, "fine_grained_activation_offloading moves what backward needs"),
+}
+"""Name -> upstream's default, and what there is instead."""
+
+
+def refuse_missing(config: Any, table: Mapping[str, tuple[Any, str]]) -> Iterator[str]:
+    """Problems of fields whose feature is missing, other than their only value; table: name -> that value, and what
+    there is instead."""
+    for name, (default, instead) in table.items():
+        if getattr(config, name) != default:
+            yield f"{name}={getattr(config, name)!r} is not supported: {instead}; leave it out"
 
 
 @dataclass(kw_only=True)
@@ -90,6 +104,36 @@ class ModelParallelConfig(CheckedConfig):
     deterministic_mode: bool = flag(False, kind="kernel")
     """Use deterministic algorithms only (torch.use_deterministic_algorithms); an operation without one ends the run."""
 
+    # Programs in Python give, set or read these; no flag sets them.
+    no_sync_func: Any = derived(kind="report")
+    """Says nothing: schedules sum gradients after a step's last backward only."""
+    grad_sync_func: Any = derived(kind="report")
+    """Says nothing: schedules start to sum a chunk's gradients by themselves."""
+    param_sync_func: Any = derived(kind="report")
+    """Says nothing: parameters are gathered after the update, or before the layer that needs them."""
+    finalize_model_grads_func: Any = derived(kind="report")
+    """Called by a schedule after the last backward with (chunks, tokens or None, pg_collection=groups)."""
+    grad_scale_func: Any = derived(kind="report")
+    """Function that a schedule applies to each loss before its backward."""
+    timers: Any = derived(kind="report")
+    """Says nothing in a model; a run has its own."""
+    batch_p2p_comm: bool = derived(True, kind="layout")
+    """Says nothing: transfers that stand side by side are posted together."""
+    deallocate_pipeline_outputs: bool = derived(False, kind="layout")
+    """Says nothing: an output is freed as soon as it has been sent."""
+    pipeline_model_parallel_comm_backend: str | None = derived(kind="layout")
+    """Says nothing: stages send over the groups of the process."""
+    barrier_with_L1_time: bool = derived(True, kind="report")
+    """Says nothing in a model; a run's stopwatches have it."""
+    use_te_rng_tracker: bool = derived(False, kind="kernel")
+    """Says nothing: random states are those of torch's generators."""
+    autocast_dtype: torch.dtype | None = derived(kind="numerics")
+    """Says nothing without enable_autocast."""
+    enable_autocast: bool = derived(False, kind="numerics")
+    """Only False."""
+    cpu_offloading: bool = derived(False, kind="kernel")
+    """Only False."""
+
     def derive(self) -> None:
         super().derive()
         # Filled in before any check, so that rules and layouts never meet None.
@@ -98,6 +142,7 @@ class ModelParallelConfig(CheckedConfig):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
+        yield from refuse_missing(self, _REFUSED)
         if self.fp16 and self.bf16:
             yield "--fp16 and --bf16 contradict each other; keep one"
         sizes = self.hierarchical_context_parallel_sizes

@@ -29,6 +29,7 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.tensor_parallel.parameters import Initialiser, declare_parameter, fill_alone, parameter_dtype, zeros
 from megatron.core.tensor_parallel.products import multiply
 from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.tensor_parallel.upstream_arguments import read_upstream_arguments
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -43,14 +44,6 @@ __all__ = [
     "TEGroupedLinear", "TELayerNormColumnParallelLinear", "TELinear", "TENorm", "TERowParallelGroupedLinear",
     "TERowParallelLinear", "fused_apply_rotary_pos_emb", "te_checkpoint",
 ]  # fmt: skip
-
-
-def _find_group(tp_group: Group | None, pg_collection: ProcessGroupCollection | None, expert: bool) -> Group:
-    """The group that divides a layer: the given one, else that of dense layers or of experts."""
-    if tp_group is not None:
-        return tp_group
-    groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
-    return groups.expt_tp if expert else groups.tp
 
 
 class _LinearKinds(type):
@@ -91,7 +84,7 @@ class TELinear(nn.Module, metaclass=_LinearKinds):
         super().__init__()
         self.input_size, self.output_size, self.parallel_mode = input_size, output_size, parallel_mode
         self.skip_bias_add, self.te_return_bias = skip_bias_add, skip_bias_add and bias
-        group = _find_group(tp_group, None, is_expert)
+        group = read_upstream_arguments(self, tp_group, {"is_expert": is_expert})
         inner = ReplicatedLinear(
             input_size, output_size, config=config, init_method=init_method, tp_group=group, bias=bias
         )
@@ -163,7 +156,7 @@ class TEGroupedLinear(nn.Module):
         super().__init__()
         self.num_gemms, self.input_size, self.output_size = num_gemms, input_size, output_size
         self.skip_bias_add, self.use_bias = skip_bias_add, bias
-        group = _find_group(None, pg_collection, is_expert)
+        group = read_upstream_arguments(self, None, {"is_expert": is_expert, "pg_collection": pg_collection})
         axis = "etp" if is_expert else "tp"
         dtype = parameter_dtype(config)
 

@@ -225,6 +225,8 @@ class MoEFields(ArchitectureFields):
             if getattr(self, name) == "mxfp8":
                 yield from self._rows_can_be_packed(self.say(name))
         yield from self._experts_compute_what_is_asked()
+        if self.variable_seq_lengths:
+            yield from self._ranks_have_equal_tokens("variable_seq_lengths")
         if self.moe_use_upcycling:
             yield from self._dense_layers_become_experts(self.num_moe_experts)
 
@@ -264,6 +266,9 @@ class MoEFields(ArchitectureFields):
         for name in CAPACITY_FACTORS:
             if getattr(self, name) is not None:
                 yield f"{self.say(name)} bounds {planned}; leave it out"
+        yield from self._ranks_have_equal_tokens(asked)
+
+    def _ranks_have_equal_tokens(self, asked: str) -> Iterator[str]:
         if self.moe_token_dispatcher_type == "allgather" and self.shares_experts_beyond_tp:
             yield (
                 f"{asked} gives ranks different numbers of tokens, which {self.say('moe_token_dispatcher_type')} "

@@ -72,6 +72,10 @@ class Visible:
             attention_mask = None if is_causal else attention_mask[:, None, None, :]
         if attention_mask is not None and not attention_mask.is_floating_point():
             attention_mask = attention_mask.bool()  # programs give whole numbers, too
+        is_row = attention_mask is not None and attention_mask.shape[-2] == 1 < attention_mask.shape[-1]
+        # A mask of one row hides keys from every query alike, and cannot say what is causal: the rule stays.
+        if is_row and mask_type is AttnMaskType.causal:
+            mask_type = AttnMaskType.padding_causal
         # With a window the causal rule stays: a window is counted backwards from a query's own position.
         if window is not None or chunk is not None or mask_type is AttnMaskType.padding_causal:
             return cls(True, window, attention_mask, chunk=chunk)

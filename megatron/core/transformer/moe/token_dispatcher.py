@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.collectives import all_gather_into_tensor, all_to_all_single
@@ -149,6 +150,26 @@ class AllGatherDispatcher(TokenDispatcher):
         """Gather the tokens of the group from x [T, h] of each rank, and take those that chose experts of this rank."""
         if self.group.size() == 1:
             return self._permute_to_experts(x, routing, routing.kept)
+        # A step's microbatches are equally long on all ranks; texts that are evaluated need not be.
+        if not torch.is_grad_enabled():
+            return self._dispatch_padded(x, routing)
+        return self._dispatch_equal(x, routing)
+
+    def _dispatch_padded(self, x: Tensor, routing: Routing) -> Dispatched:
+        """Dispatch where ranks may have different numbers of tokens: each adds rows that no expert keeps."""
+        tokens = x.shape[0]
+        # The host waits: shapes depend on how many tokens the others have.
+        lack = int(self._gather(torch.tensor([tokens], device=x.device)).max()) - tokens
+
+        def pad(rows: Tensor) -> Tensor:
+            return F.pad(rows, (0, 0, 0, lack))
+
+        kept = torch.ones_like(routing.experts, dtype=torch.bool) if routing.kept is None else routing.kept
+        padded = Routing(pad(routing.experts), pad(routing.weights), pad(kept))
+        dispatched = self._dispatch_equal(pad(x), padded)
+        return dispatched._replace(combine=lambda outputs: dispatched.combine(outputs)[:tokens])
+
+    def _dispatch_equal(self, x: Tensor, routing: Routing) -> Dispatched:
         gathered = gather_from_sequence_parallel_region(x, self.group)  # [ranks * T, h]
         weights = gather_from_sequence_parallel_region(routing.weights, self.group)
         # Numbers of experts have no gradient, so that a plain collective will do.
