@@ -47,8 +47,9 @@ class _Parts:
     loaded_from: Path | None = None
     hooks: Hooks = field(default_factory=lambda: Hooks([]))
     """Empty: a loop of one's own does itself what hooks do."""
-    recipe: Any = field(default_factory=lambda: SimpleNamespace(foreign_files=None))
-    """Of a loop of one's own nothing is known but that no files of another system belong to it."""
+    recipe: Any = None
+    """Of a loop of one's own nothing is known but the vocabulary's rows, and that no files of another system belong to
+    it."""
 
 
 def save_checkpoint(
@@ -278,4 +279,5 @@ def _parts(args: Namespace, model: Any, optimizer: Any, scheduler: Any) -> _Part
         optimizer or _NoOptimizer(),
         scheduler or _NoOptimizer(),
         Progress(args.train_iters or 0),
+        recipe=SimpleNamespace(foreign_files=None, padded_vocab_size=getattr(args, "padded_vocab_size", None)),
     )
