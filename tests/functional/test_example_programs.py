@@ -131,19 +131,37 @@ def test_lm_evaluation_harness_gives_what_it_gives_for_hugging_face(model: Path,
     asked = ["--tasks", "local_choice", "--include_path", tasks, "--batch_size", "2", "--log_samples"]
     ours = f"load={checkpoint},tokenizer_model={model},seq_length=64"
     theirs = f"pretrained={model},dtype=float32,max_length=64"
-    found: dict[str, Any] = {}
-    for name, arguments, more in (("megatron_lm", ours, []), ("hf", theirs, ["--device", "cpu"])):
-        output = tmp_path / name
-        run(
-            "evaluate_with_lm_eval.py", "--model", name, "--model_args", arguments, *asked, *more,
-            "--output_path", output, HF_HUB_OFFLINE="1", HF_DATASETS_CACHE=str(tmp_path / "cache"),
-        )  # fmt: skip
-        found[name] = [
+    variables = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    port, programs = free_port(), []
+
+    def start(name: str, *arguments: str | Path, **job: str) -> None:
+        words = [
+            f"{EXAMPLES}/evaluate_with_lm_eval.py",
+            "--model",
+            *arguments,
+            *asked,
+            "--output_path",
+            tmp_path / name,
+        ]
+        programs.append(Program(words, environment(variables | job), ROOT))
+
+    start("theirs", "hf", "--model_args", theirs, "--device", "cpu")
+    start("alone", "megatron_lm", "--model_args", ours)
+    for rank in ("0", "1"):  # as torchrun starts them
+        job = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        start("together", "megatron_lm", "--model_args", f"{ours},devices=2,tensor_model_parallel_size=2", **job)
+    for done in finish(programs):
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    found: dict[str, Any] = {
+        name: [
             [response[0][0] for response in json.loads(line)["resps"]]
-            for file in sorted(output.rglob("samples_*.jsonl"))
+            for file in sorted((tmp_path / name).rglob("samples_*.jsonl"))
             for line in file.read_text().splitlines()
         ]
-    assert len(found["hf"]) == len(questions) and len(found["hf"][0]) == 3
-    for mine, reference in zip(found["megatron_lm"], found["hf"], strict=True):
-        assert [float(value) for value in mine] == pytest.approx([float(value) for value in reference], abs=1e-4)
-        assert all(math.isfinite(float(value)) for value in mine)
+        for name in ("theirs", "alone", "together")
+    }
+    assert len(found["theirs"]) == len(questions) and len(found["theirs"][0]) == 3
+    for name in ("alone", "together"):
+        for mine, reference in zip(found[name], found["theirs"], strict=True):
+            assert [float(value) for value in mine] == pytest.approx([float(value) for value in reference], abs=1e-4)
+            assert all(math.isfinite(float(value)) for value in mine)
