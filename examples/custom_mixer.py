@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel.layers import (  # noqa: E402
     RowParallelLinear,
     tensor_parallel_split,
 )
-from megatron.core.tensor_parallel.parameters import declare_parameter  # noqa: E402
+from megatron.core.tensor_parallel.parameters import declare_parameter, parameter_dtype  # noqa: E402
 from megatron.core.transformer.initialisers import input_initialiser, output_initialiser  # noqa: E402
 from megatron.core.transformer.layer_inputs import LayerInputs  # noqa: E402
 from megatron.core.transformer.module import MegatronModule  # noqa: E402
@@ -43,7 +43,7 @@ class DecayedSum(MegatronModule):
         size, common = config.hidden_size, {"config": config, "bias": False, "tp_group": pg_collection.tp}
         self.in_proj = ColumnParallelLinear(size, size, init_method=input_initialiser(config), **common)
         self.decay = declare_parameter(
-            (size,), dtype=self.in_proj.weight.dtype, splits=tensor_parallel_split(0, pg_collection.tp)
+            (size,), dtype=parameter_dtype(config), splits=tensor_parallel_split(0, pg_collection.tp)
         )
         self.out_proj = RowParallelLinear(size, size, init_method=output_initialiser(config), **common)
 

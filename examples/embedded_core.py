@@ -52,9 +52,11 @@ def map_groups(mesh: DeviceMesh | None) -> ProcessGroupCollection:
     # A group of one has no communicator: collectives over it are left out.
     of_tp = tp.get_group() if tp.size() > 1 else alone
     of_dp = dp.get_group() if dp.size() > 1 else alone
+    world = torch.distributed.group.WORLD
+    assert world is not None, "torch.distributed is initialised"
     return dataclasses.replace(
         ProcessGroupCollection.pretend(grid, torch.distributed.get_rank()),
-        tp=of_tp, mp=of_tp, tp_cp=of_tp, dp=of_dp, dp_cp=of_dp, pp=alone, cp=alone, world=torch.distributed.group.WORLD,
+        tp=of_tp, mp=of_tp, tp_cp=of_tp, dp=of_dp, dp_cp=of_dp, pp=alone, cp=alone, world=world,
     )  # fmt: skip
 
 

@@ -99,7 +99,7 @@ def build_batches() -> Iterator[dict[str, torch.Tensor]]:
     # Replicas share the batch, so that every layout trains on the same eight samples in a step.
     share = BATCH_SIZE // parallel_state.get_data_parallel_world_size()
     ours = [range(first, first + share) for first in range(replica * share, len(train) - BATCH_SIZE, BATCH_SIZE)]
-    return iter(DataLoader(train, batch_sampler=ours))
+    return iter(DataLoader(train, batch_sampler=[list(numbers) for numbers in ours]))
 
 
 def forward_step_func(

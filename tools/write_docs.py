@@ -216,10 +216,11 @@ def show_program_counts(words: str, page: Path) -> str:
     with (ROOT / "tests/golden/data/program_names.tsv").open(encoding="utf-8", newline="") as file:
         imported = list(csv.DictReader(file, delimiter="\t"))
     tried = {
-        "lm-eval": "the package itself, on a local task",
+        "lm-eval": "the package itself, on one process and two",
         "slime": "its calls, in tests of ours",
         "verl": "its calls, in tests of ours",
-        "mbridge": "marks and names of weights, in tests of ours",
+        "mbridge": "its calls, in tests of ours",
+        "mcore-bridge": "its parts of GPTModel, in tests of ours",
     }
     rows = ["| program | names that resolve | of these refuse when called | what was tried |", "|---|---|---|---|"]
     for program in ("lm-eval", "slime", "verl", "mbridge", "mcore-bridge", "ms-swift", "nemo-rl", "modelopt"):

@@ -36,7 +36,8 @@ def read_rows(directory: Path) -> tuple[list[Row], list[Row]]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; start the run with --metrics-dir {directory}") from error
-    steps, evaluations = [], []
+    steps: list[dict[str, Any]] = []
+    evaluations: list[dict[str, Any]] = []
     for line in lines:
         try:
             row = json.loads(line)

@@ -82,7 +82,11 @@ class PackedDocuments:
         """tokens, labels, position_ids int64 [s]; loss_mask float32 [s]; cu_seqlens int32 [s + 1], max_seqlen int32."""
         import torch
 
-        tokens, labels, positions, counts, bounds = [], [], [], [], [0]
+        tokens: list[int] = []
+        labels: list[int] = []
+        positions: list[int] = []
+        counts: list[float] = []
+        bounds = [0]
         for number in self.packs[index % len(self.packs)]:
             document = list(self.documents[number])
             tokens += document[:-1]
