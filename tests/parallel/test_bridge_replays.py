@@ -15,16 +15,20 @@ from torch import Tensor, nn
 
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.errors import ConfigError
 from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TENorm
 from megatron.core.fp8_utils import correct_amax_history_if_needed
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel, ModelType
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import RankGenerator, create_group
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.core_attention.interface import Visible
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -44,7 +48,8 @@ from tests.parallel.test_program_replays import (
 )
 
 LENGTH, TEXTS = 8, 2
-LAYOUTS = {"tp2": (2, 1, 1), "pp2": (1, 2, 1), "dp2": (1, 1, 1), "ep2": (1, 1, 2)}
+LAYOUTS = {"tp2": (2, 1, 1), "pp2": (1, 2, 1), "dp2": (1, 1, 1), "ep2": (1, 1, 2), "unequal": (1, 1, 2)}
+"""In the last one experts get all tokens by allgather, and the ranks have different numbers of texts."""
 
 
 @dataclasses.dataclass
@@ -115,7 +120,7 @@ def check_groups(tp: int, pp: int, ep: int) -> None:
         assert dist.get_process_group_ranks(made[own]) == dist.get_process_group_ranks(group) == lists[own]
 
 
-def build(tp: int, pp: int, ep: int) -> tuple[BridgeConfig, Any]:
+def build(tp: int, pp: int, ep: int, dispatcher: str = "alltoall") -> tuple[BridgeConfig, Any]:
     fields: dict[str, Any] = {
         "num_layers": LAYERS, "hidden_size": HEADS * WIDTH, "num_attention_heads": HEADS, "num_query_groups": GROUPS,
         "ffn_hidden_size": 40, "attention_dropout": 0.0, "hidden_dropout": 0.0, "kv_channels": None,
@@ -123,10 +128,10 @@ def build(tp: int, pp: int, ep: int) -> tuple[BridgeConfig, Any]:
         "gated_linear_unit": True, "pipeline_dtype": torch.float32, "params_dtype": torch.float32, "bf16": False,
         "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "expert_model_parallel_size": ep,
         "expert_tensor_parallel_size": 1 if ep > 1 else None, "virtual_pipeline_model_parallel_size": None,
-        "context_parallel_size": 1, "sequence_parallel": tp > 1, "variable_seq_lengths": True,
+        "context_parallel_size": 1, "sequence_parallel": tp > 1, "variable_seq_lengths": dispatcher == "alltoall",
         "attention_backend": AttnBackend.flash, "bias_activation_fusion": True, "masked_softmax_fusion": True,
         "persist_layer_norm": True, "bias_dropout_fusion": True, "add_bias_linear": False, "add_qkv_bias": False,
-        "qk_layernorm": False, "moe_token_dispatcher_type": "alltoall", "batch_p2p_comm": False,
+        "qk_layernorm": False, "moe_token_dispatcher_type": dispatcher, "batch_p2p_comm": False,
         "deallocate_pipeline_outputs": True, "overlap_p2p_comm": False, "apply_rope_fusion": False,
         "use_cpu_initialization": False,
     }  # fmt: skip
@@ -158,6 +163,7 @@ def build(tp: int, pp: int, ep: int) -> tuple[BridgeConfig, Any]:
         ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
     )  # fmt: skip
     wrapped.broadcast_params()
+    wrapped.eval()
     return config, wrapped
 
 
@@ -184,21 +190,23 @@ def load_by_state_dict(model: Any, weights: dict[str, Tensor]) -> None:
         param.copy_(received)
 
 
-def list_texts(replica: int) -> Tensor:
+def list_texts(replica: int, unequal: bool) -> Tensor:
     """[texts, tokens]."""
-    return (torch.arange(TEXTS * LENGTH).view(TEXTS, LENGTH) * (5 + 2 * replica) + replica) % VOCABULARY
+    texts = (torch.arange(TEXTS * LENGTH).view(TEXTS, LENGTH) * (5 + 2 * replica) + replica) % VOCABULARY
+    return texts[: TEXTS - replica] if unequal else texts
 
 
 def score(model: Any, texts: Tensor, fused: bool) -> Tensor | None:
     """Log-probabilities of the last stage, [texts, tokens]."""
-    positions = torch.arange(LENGTH).expand(TEXTS, LENGTH)
+    count = len(texts)
+    positions = torch.arange(LENGTH).expand(count, LENGTH)
 
     def forward_step(batches: Any, chunk: Any) -> Any:
         tokens = next(batches)
         if fused:
             output = fused_forward(unwrap_model(chunk), tokens, positions)
         else:  # a mask [b, s] of ones, as mbridge's example gives it
-            output = chunk(tokens, positions, torch.ones(TEXTS, LENGTH, dtype=torch.int64))
+            output = chunk(tokens, positions, torch.ones(count, LENGTH, dtype=torch.int64))
 
         def keep(logits: Tensor, non_loss_data: bool = True) -> Tensor:
             parts = [torch.empty_like(logits) for _ in range(mpu.get_tensor_model_parallel_world_size())]
@@ -210,24 +218,24 @@ def score(model: Any, texts: Tensor, fused: bool) -> Tensor | None:
     with torch.no_grad():
         found = get_forward_backward_func()(
             forward_step_func=forward_step, data_iterator=iter([texts]), model=model, num_microbatches=1,
-            seq_length=LENGTH, micro_batch_size=TEXTS, forward_only=True, collect_non_loss_data=True,
+            seq_length=LENGTH, micro_batch_size=count, forward_only=True, collect_non_loss_data=True,
         )  # fmt: skip
     return found[0] if found else None
 
 
-def replay(tp: int, pp: int, ep: int) -> Any:
+def replay(tp: int, pp: int, ep: int, unequal: bool = False) -> Any:
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=None,
         context_parallel_size=1, expert_model_parallel_size=ep, expert_tensor_parallel_size=1 if ep > 1 else None,
     )  # fmt: skip
     model_parallel_cuda_manual_seed(0)
     check_groups(tp, pp, ep)
-    config, model = build(tp, pp, ep)
+    config, model = build(tp, pp, ep, "allgather" if unequal else "alltoall")
     network = unwrap_model(model)
     experts = config.num_moe_experts or 0
     load_by_state_dict(model, rename(make_theirs(experts).state_dict()))
     assert check_param_hashes_across_dp_replicas([model], cross_check=True)
-    texts = list_texts(mpu.get_data_parallel_rank())
+    texts = list_texts(mpu.get_data_parallel_rank(), unequal)
     with StragglerDetector()(bdata=True):
         scores = [score(model, texts, fused=False)]
     assert network.calls == ["preprocess", "postprocess"]
@@ -259,7 +267,7 @@ def patch_classes() -> dict[str, Any]:
 def replay_all() -> dict[str, Any]:
     if dist.get_world_size() == 1:
         return {"alone": replay(1, 1, 1)}
-    return {name: replay(*sizes) for name, sizes in LAYOUTS.items()}
+    return {name: replay(*sizes, unequal=name == "unequal") for name, sizes in LAYOUTS.items()}
 
 
 @pytest.mark.filterwarnings("ignore:layers are those of the local spec")
@@ -273,10 +281,29 @@ def test_bridges(tmp_path: Path) -> None:
             scores, exported = results[name]
             assert set(exported) == set(weights)
             assert all(torch.equal(exported[key], weights[key]) for key in weights)
-            texts = list_texts(rank if tp == pp == 1 else 0)
+            texts = list_texts(rank if tp == pp == 1 else 0, name == "unequal")
             expected = theirs(texts).logits.log_softmax(-1).gather(2, texts.roll(-1, 1)[..., None])[..., 0].detach()
             for ours in scores if pp == 1 or rank == 1 else ():
                 torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
+
+
+def test_positions_that_a_model_needs() -> None:
+    rotary = RotaryEmbedding(kv_channels=4, rotary_percent=1.0)
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, tensor_model_parallel_size=2,
+                               sequence_parallel=True)  # fmt: skip
+    assert rotary.get_rotary_seq_len(None, None, torch.zeros(3, 1, 8), config, None) == 6
+    packed = PackedSeqParams(max_seqlen_q=torch.tensor(5), max_seqlen_kv=4)
+    assert rotary.get_rotary_seq_len(None, None, None, config, packed) == 5
+    with pytest.raises(ConfigError, match="inference_context"):
+        rotary.get_rotary_seq_len(object(), None, None, config)
+
+
+def test_a_mask_of_one_row_keeps_the_causal_rule() -> None:
+    row = torch.tensor([False, False, True, False]).view(1, 1, 1, 4)
+    mask = Visible.build(row, AttnMaskType.causal).build_mask(4, 4, row.device)
+    later = torch.ones(4, 4, dtype=torch.bool).triu(1)
+    assert mask is not None and torch.equal(mask[0, 0], later | row[0, 0])
+    assert Visible.build(row, AttnMaskType.arbitrary).build_mask(4, 4, row.device) is row
 
 
 def test_a_method_that_is_replaced_is_what_runs() -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -97,6 +97,11 @@ class MoELayer(MegatronModule):
                 spec = ModuleSpec(SharedExpertMLP, submodules=spec)
             self.shared_experts = build_module(spec, config=config, pg_collection=groups)
         self.overlaps_shared_experts = config.moe_shared_expert_overlap and self.shared_experts is not None
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode; tells the dispatcher, since ranks may have different numbers of tokens in evaluation alone."""
+        self.dispatcher.evaluates = not mode
+        return super().train(mode)
 
     def forward(self, hidden_states: Tensor, routed: tuple[Tensor, Routing] | None = None) -> LayerOutput:
         """Hidden states [s, b, h], with SP [s/tp, b, h] -> the same shape, and None in place of a bias. routed: where

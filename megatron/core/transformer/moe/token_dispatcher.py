@@ -70,6 +70,8 @@ class TokenDispatcher(ABC):
         assert config.num_moe_experts is not None
         self.group: Group = pg_collection.tp_ep
         self.exchange_gap = ExchangeGap()
+        self.evaluates = False
+        """True while the layer is in evaluation mode."""
         self.packs_tokens = config.moe_dispatch_fwd_dtype == "mxfp8"
         self.packs_grads = config.moe_combine_bwd_dtype == "mxfp8"
         self.num_experts = config.num_moe_experts
@@ -150,10 +152,11 @@ class AllGatherDispatcher(TokenDispatcher):
         """Gather the tokens of the group from x [T, h] of each rank, and take those that chose experts of this rank."""
         if self.group.size() == 1:
             return self._permute_to_experts(x, routing, routing.kept)
-        # A step's microbatches are equally long on all ranks; texts that are evaluated need not be.
-        if not torch.is_grad_enabled():
-            return self._dispatch_padded(x, routing)
-        return self._dispatch_equal(x, routing)
+        # A step's microbatches are equally long on all ranks; texts that are evaluated need not be. Rows up to a
+        # capacity follow from the lengths without asking, and are recorded in graphs.
+        if not self.evaluates or self.has_equal_rows:
+            return self._dispatch_equal(x, routing)
+        return self._dispatch_padded(x, routing)
 
     def _dispatch_padded(self, x: Tensor, routing: Routing) -> Dispatched:
         """Dispatch where ranks may have different numbers of tokens: each adds rows that no expert keeps."""
