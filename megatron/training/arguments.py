@@ -8,7 +8,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.core.config_base import get_settings
 from megatron.core.errors import ConfigError
@@ -19,11 +19,6 @@ from megatron.training.config.run_groups import group_classes, groups_of_fields
 from megatron.training.flags.flag import formers_by_name, table_flags, upstream_settings
 from megatron.training.flags.parser import ExtraFlags, drop_unknown
 from megatron.training.flags.read import read_run_config
-
-# Upstream's names, which upstream/table.py adds at run time, for type checkers.
-if TYPE_CHECKING:
-    from megatron.training.upstream.settings import parse_and_validate_args as parse_and_validate_args
-    from megatron.training.upstream.settings import validate_args as validate_args
 
 # Upstream's name of a setting -> the field that holds it here.
 _UPSTREAM_NAMES = {

@@ -24,16 +24,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from megatron.core.errors import ConfigError
 from megatron.core.mesh import VirtualStages, schedule_problem, side_by_side_problem
-
-# Upstream's names, which upstream/table.py adds at run time, for type checkers.
-if TYPE_CHECKING:
-    from megatron.core.pipeline_parallel.forward_backward import (
-        get_forward_backward_func as get_forward_backward_func,
-    )
 
 
 class Action(NamedTuple):
