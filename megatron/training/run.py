@@ -198,6 +198,8 @@ class Run:
     """Iterations whose data were taken and not trained on, since this process began."""
     yardstick: Yardstick | None = None
     """Speed that counts as 100 % for MFU; on the first rank, once training starts."""
+    has_common_file: bool = False
+    """--ckpt-format upstream_torch_dist also writes common.pt, as earlier releases of upstream do."""
     save_locks: list[DirectoryLock] = field(default_factory=list)
     """The right to write into --save, and into another directory of checkpoints; on the first rank, until
     Hook.on_close."""

@@ -18,14 +18,12 @@ from typing import Literal
 
 from megatron.core.dist_checkpointing import non_persistent
 from megatron.core.dist_checkpointing.directory import (
-    TRACKER_NAME,
     check_number,
     iteration_directory,
     list_leftovers,
     saved_iterations,
 )
 from megatron.core.dist_checkpointing.directory_lock import PATIENCE_SECONDS, list_holders
-from megatron.core.dist_checkpointing.durable import read_file
 from megatron.core.dist_checkpointing.legacy import FILE_NAME, find_legacy_file
 from megatron.core.dist_checkpointing.legacy_ranks import open_legacy
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, checksum, read_manifest, verify_file
@@ -37,6 +35,7 @@ from megatron.core.dist_checkpointing.upstream_dist import (
     RELEASE,
     TORCH_DCP,
     find_upstream_checkpoint,
+    is_release,
     name_format,
 )
 from megatron.core.dist_checkpointing.validation import check_coverage
@@ -197,16 +196,7 @@ def _checkpoint_directories(root: Path) -> list[Path]:
         return [root]
     places = (root, root / non_persistent.DIRECTORY_NAME)
     found = [iteration_directory(place, iteration) for place in places for iteration in saved_iterations(place)]
-    return [*found, root / RELEASE] if _is_release(root) else found
-
-
-def _is_release(root: Path) -> bool:
-    """Return whether the tracker names a model of upstream's that was never trained, in a directory without a
-    number."""
-    try:
-        return read_file(root / TRACKER_NAME, 64).strip() == RELEASE.encode() and (root / RELEASE).is_dir()
-    except OSError:
-        return False
+    return [*found, root / RELEASE] if is_release(root) else found
 
 
 def _count_bytes(manifest: Manifest) -> int:
@@ -284,7 +274,7 @@ def _look_at_root(diagnosis: Diagnosis, good: set[Path]) -> None:
     root = diagnosis.root
     oddities: list[str] = []
     candidates = non_persistent.list_all_candidates(root, root / non_persistent.DIRECTORY_NAME, oddities)
-    if _is_release(root):
+    if is_release(root):
         oddities.clear()
     diagnosis.chosen = next((path for path in candidates if path in good), None)
     # Whether one that does not stay is newer is not a question of numbers.

@@ -42,6 +42,8 @@ from megatron.core.errors import CheckpointError, ConfigError, say
 from megatron.core.paths import explain_unmakeable_directory
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
+COMMON_NAME = "common.pt"
+"""In a checkpoint of upstream's torch_dist: settings and progress, which its newest releases keep with the tensors."""
 _EARLIER_NAME = "earlier_iterations.txt"
 
 _ITERATION = re.compile(r"iter_([0-9]{7,12})")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import io
 import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
 from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_rank
 from megatron.core.dist_checkpointing.crash_points import reach
 from megatron.core.dist_checkpointing.directory import (
+    COMMON_NAME,
     FoundCheckpoint,
     Verify,
     abandon_save,
@@ -42,6 +44,7 @@ from megatron.core.dist_checkpointing.manifest import FileRecord, Manifest, chec
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.tensor_reading import read_tensors
 from megatron.core.dist_checkpointing.torch_dist import write_tensors
+from megatron.core.dist_checkpointing.upstream_pickle import write_pickle
 from megatron.core.dist_checkpointing.validation import KeyReport
 from megatron.core.dist_checkpointing.verification import Look, find_together
 from megatron.core.errors import CheckpointError
@@ -271,11 +274,22 @@ def _valid_rows(tensors: ShardedStateDict) -> dict[str, int]:
     return {key: tensor.valid_rows for key, tensor in tensors.items() if tensor.valid_rows is not None}
 
 
-def write_upstream_documents(directory: Path, attachments: Mapping[str, Path]) -> dict[str, FileRecord]:
-    """Return what upstream has beside the tensors of its torch_dist, and files to copy, by their names there; returns
-    their records. Raises OSError."""
+def write_upstream_documents(
+    directory: Path, attachments: Mapping[str, Path], common: Mapping[str, Any] | None
+) -> dict[str, FileRecord]:
+    """Write what upstream has next to the tensors of its torch_dist, and copy files by their names there; return their
+    records. Raises OSError.
+
+    common: settings and progress, for the file in which earlier releases of upstream have them; None for no such file.
+    """
     texts = {name: json.dumps(content) for name, content in _UPSTREAM_DOCUMENT.items()}
-    return _write_documents(directory, texts) | _copy_attachments(directory, attachments)
+    records = {}
+    if common is not None:
+        content = io.BytesIO()
+        write_pickle(dict(common), content)
+        write_file(directory / COMMON_NAME, content.getvalue(), "document")
+        records[COMMON_NAME] = record_file(directory / COMMON_NAME)
+    return records | _write_documents(directory, texts) | _copy_attachments(directory, attachments)
 
 
 def _write_documents(directory: Path, texts: Mapping[str, str]) -> dict[str, FileRecord]:

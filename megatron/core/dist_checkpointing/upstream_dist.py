@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron.core.dist_checkpointing.directory import TRACKER_NAME, iteration_directory, saved_iterations
+from megatron.core.dist_checkpointing.directory import COMMON_NAME, TRACKER_NAME, iteration_directory, saved_iterations
 from megatron.core.dist_checkpointing.durable import read_file, storage_errors
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX
@@ -58,7 +58,7 @@ RELEASE = "release"
 _OURS_ALONE = "tensors.json"
 _LONGEST_SETTING = 100_000
 _DEEPEST_OPTIMIZER, _MOST_OPTIMIZERS = 3, 32
-_COMMON_FILE, _COMMON_OBJECT = "common.pt", "common_state/shard_0_1"
+_COMMON_OBJECT = "common_state/shard_0_1"
 
 FLAT_KEY = re.compile(
     r"(?:chained_(?P<optimizer>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<rank>\d+)\.(?P<rest>.+)"
@@ -172,6 +172,19 @@ def find_upstream_checkpoint(root: Path, iteration: int | None = None, *, or_our
     return next((path for path in candidates if _is_upstream(path, or_ours=or_ours)), None)
 
 
+def is_release(root: Path) -> bool:
+    """Return whether the tracker names a model that was never trained, in a directory without a number."""
+    try:
+        return read_file(root / TRACKER_NAME, 64).strip() == RELEASE.encode() and (root / RELEASE).is_dir()
+    except OSError:
+        return False
+
+
+def find_release(root: Path) -> Path | None:
+    """Return the directory of a release that was a checkpoint of ours before a converter renamed it."""
+    return root / RELEASE if is_release(root) and (root / RELEASE / MANIFEST_NAME).is_file() else None
+
+
 def _is_upstream(path: Path, *, or_ours: bool) -> bool:
     """Return whether a directory is a torch_dist checkpoint without anything that only we write."""
     # A checkpoint of ours that has lost its manifest must be refused as damaged, not be read unverified.
@@ -197,7 +210,7 @@ def name_format(path: Path, metadata: Metadata) -> str | None:
     """The --ckpt-format of upstream's that a table of contents without anything of ours is of; None for other
     programs'."""
     keys = metadata.state_dict_metadata
-    if (path / _COMMON_FILE).is_file() or isinstance(keys.get(_COMMON_OBJECT), BytesStorageMetadata):
+    if (path / COMMON_NAME).is_file() or isinstance(keys.get(_COMMON_OBJECT), BytesStorageMetadata):
         return "torch_dist"
     if any(key.startswith(_MODEL) for key in keys):
         # It also cuts gates from up projections, and numbers experts in a way of its own.
@@ -372,8 +385,8 @@ def _unusable(where: str) -> Iterator[None]:
 
 
 def _read_common(path: Path, metadata: Metadata) -> Any:
-    if (path / _COMMON_FILE).is_file():
-        return read_restricted(path / _COMMON_FILE, str(path / _COMMON_FILE))
+    if (path / COMMON_NAME).is_file():
+        return read_restricted(path / COMMON_NAME, str(path / COMMON_NAME))
     found = name_format(path, metadata)
     if found == FSDP_DTENSOR:
         raise CheckpointError(
@@ -387,7 +400,7 @@ def _read_common(path: Path, metadata: Metadata) -> Any:
     if found is None:
         raise CheckpointError(
             f"{path} holds no {MANIFEST_NAME}: it is no complete checkpoint of ours; it holds neither "
-            f"{_COMMON_OBJECT} nor {_COMMON_FILE}: it is none of upstream's"
+            f"{_COMMON_OBJECT} nor {COMMON_NAME}: it is none of upstream's"
         )
     return BoxReader(path, metadata).read_object(_COMMON_OBJECT)
 

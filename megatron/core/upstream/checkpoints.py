@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing import serialization, state_dicts
-from megatron.core.dist_checkpointing.directory import find_checkpoint
+from megatron.core.dist_checkpointing.directory import COMMON_NAME, find_checkpoint
 from megatron.core.dist_checkpointing.durable import replace_file
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.process_groups_config import Group
 
 _CONFIG_FILE = "metadata.json"
-COMMON_STATE_FNAME = "common.pt"
+COMMON_STATE_FNAME = COMMON_NAME
 """Upstream's file of what is no tensor."""
 
 

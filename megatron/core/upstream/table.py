@@ -197,7 +197,9 @@ _FOR_PROGRAMS: dict[str, dict[str, str]] = {
     "megatron.core.rerun_state_machine": _in(
         _WATCHING,
         "RerunDataIterator",
+        "RerunDiagnostic",
         "RerunMode",
+        "RerunState",
         "RerunStateMachine",
         "destroy_rerun_state_machine",
         "get_rerun_state_machine",

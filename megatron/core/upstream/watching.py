@@ -44,10 +44,32 @@ class StragglerDetector:
         return False
 
 
-class RerunMode(enum.Enum):
-    """Ways in which a machine checks results: not by computing them again."""
+# Upstream's checkpoints hold values of these three, which are made of their classes when a program loads a file.
+class RerunMode(enum.StrEnum):
+    """Ways in which upstream's machine checks results; the one here is disabled."""
 
     DISABLED = "disabled"
+    VALIDATE_RESULTS = "validate_results"
+    REPORT_DETERMINISM_STATS = "report_determinism_stats"
+
+
+class RerunState(enum.IntEnum):
+    """Moments of upstream's machine; the one here is never under way."""
+
+    NOT_RUNNING_YET = 0
+    INITIAL_RUN = 1
+    RERUNNING_IN_PLACE = 2
+    WILL_RERUN_FROM_CHECKPOINT = 3
+    RERUNNING_FROM_CHECKPOINT = 4
+    RERUNNING_AGAIN_FROM_CHECKPOINT = 5
+
+
+class RerunDiagnostic(enum.StrEnum):
+    """Verdicts on a result."""
+
+    CORRECT_RESULT = "correct_result"
+    TRANSIENT_ERROR = "transient_error"
+    PERSISTENT_ERROR = "persistent_error"
 
 
 class RerunDataIterator:

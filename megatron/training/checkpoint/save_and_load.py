@@ -37,7 +37,7 @@ from megatron.core.dist_checkpointing.legacy_ranks import open_legacy
 from megatron.core.dist_checkpointing.local_checkpoints import FoundPart
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, DamagedCheckpointError
 from megatron.core.dist_checkpointing.tensor_reading import read_upstream_tensors
-from megatron.core.dist_checkpointing.upstream_dist import RELEASE, CommonState, find_upstream_checkpoint
+from megatron.core.dist_checkpointing.upstream_dist import RELEASE, CommonState, find_release, find_upstream_checkpoint
 from megatron.core.dist_checkpointing.validation import ModelMismatchError, shorten_list
 from megatron.core.dist_checkpointing.verification import Look
 from megatron.core.errors import CheckpointError, ConfigError, say
@@ -157,17 +157,18 @@ def load_checkpoint(run: Run) -> None:
         _restore_foreign(run, directory)
         return
     if settings.load is not None:
-        root, step = Path(settings.load), settings.ckpt_step
+        root, step, weights_only = Path(settings.load), settings.ckpt_step, settings.finetune
+        if step is None and (release := on_first_rank(world, lambda: find_release(root))) is not None:
+            root, weights_only = release, True
         other = find_global_directory(settings, settings.load)
+        look = functools.partial(non_persistent.find_newest, root, other, step)
         if (part := find_local_part(run, root)) is not None:
             _restore(run, part.checkpoint, filled_but=None, part=part)
-            _override_iteration(run, settings.override_ckpt_iteration)
-            return
-        if _restore_upstream(run, root, step, weights_only=settings.finetune, non_persistent_root=other):
-            _override_iteration(run, settings.override_ckpt_iteration)
-            return
-        look = functools.partial(non_persistent.find_newest, root, other, step)
-        if _restore_newest_good(run, look, weights_only=settings.finetune):
+        if (
+            part is not None
+            or _restore_upstream(run, root, step, weights_only=weights_only, non_persistent_root=other)
+            or _restore_newest_good(run, look, weights_only=weights_only)
+        ):
             _override_iteration(run, settings.override_ckpt_iteration)
             return
         _explain_missing(settings, root, world, run.config.model.perform_initialization)

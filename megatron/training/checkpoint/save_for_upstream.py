@@ -137,7 +137,8 @@ def save_upstream_dist(run: Run) -> Path:
     def write(directory: Path) -> Callable[[Path], Mapping[str, FileRecord]]:
         records = write_upstream_dist(directory, tensors, objects, world)
         reach("tensors-written")
-        return lambda directory: records | serialization.write_upstream_documents(directory, attachments)
+        common = objects.get(name_object("common_state", [])) if run.has_common_file else None
+        return lambda directory: records | serialization.write_upstream_documents(directory, attachments, common)
 
     return _save_files(run, write)
 

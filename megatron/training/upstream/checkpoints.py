@@ -47,6 +47,8 @@ class _Parts:
     loaded_from: Path | None = None
     hooks: Hooks = field(default_factory=lambda: Hooks([]))
     """Empty: a loop of one's own does itself what hooks do."""
+    has_common_file: bool = True
+    """Converters of programs (slime's) open it."""
     flops_per_token: float | None = None
     seq_length: int = 0
     recipe: Any = None
