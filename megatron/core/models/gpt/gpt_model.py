@@ -229,10 +229,13 @@ class GPTModel(LanguageModule):
             input_ids=input_ids, position_ids=position_ids, decoder_input=decoder_input,
             inference_context=inference_context, packed_seq_params=packed_seq_params, padding_mask=None,
         )  # fmt: skip
-        inputs = read_stage_inputs(
-            rotary, self.config.rotates_neighbours, attention_mask=attention_mask, inference_context=inference_context,
-            packed_seq_params=packed_seq_params,
-        )  # fmt: skip
+        if isinstance(rotary, StageInputs):
+            inputs = rotary._replace(attention_mask=attention_mask)
+        else:  # an override's
+            inputs = read_stage_inputs(
+                rotary, self.config.rotates_neighbours, attention_mask=attention_mask,
+                inference_context=inference_context, packed_seq_params=packed_seq_params,
+            )  # fmt: skip
         further: list[Tensor] = []
         if self.states_in > 1 and decoder_input is None:
             hidden_states, *further = hidden_states.to(parameter_dtype(self.config)).chunk(self.states_in)
