@@ -48,10 +48,11 @@ def test_R26_where_a_check_fails_nothing_is_trained_and_launchers_see_code_1(
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *TINY, *flags, iterations, "--start-over"])
         assert command_line(train.main)() == code, capsys.readouterr()
     output = capsys.readouterr()
-    (row,) = [line for line in output.out.splitlines() if "room in --save" in line]
+    *_, row = [line for line in output.out.splitlines() if "room in --save" in line]
     assert "2.0 MB free, 34.3 MB for 100 checkpoints" in row
     assert row.endswith(f" FAILED on {platform.node()} (rank 0)")
-    assert output.err.startswith("error: --preflight: room in --save (2.0 MB free, 34.3 MB for 100 checkpoints) on ")
+    (error,) = [line for line in output.err.splitlines() if line.startswith("error: ")]
+    assert error.startswith("error: --preflight: room in --save (2.0 MB free, 34.3 MB for 100 checkpoints) on ")
     assert "iteration        1/     100" not in output.out
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -42,9 +43,8 @@ def test_random_layouts(seed: int) -> None:
 
 @pytest.fixture(scope="module")
 def table() -> Iterator[Table]:
-    table = Table()
-    yield table
-    table.close()
+    with contextlib.closing(Table()) as table:
+        yield table
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -106,7 +106,7 @@ def test_hostile_inputs() -> None:
     assert "refused" in kinds
 
 
-def test_the_table_of_hybrids_is_whole_and_sees_other_losses(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_of_hybrids_is_whole_and_sees_other_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     cells = list_cells(3)
     found = {(cell.model.row, cell.name.removesuffix(BY_FLAGS)) for cell in cells}
     assert found == {(row, name) for row in ROWS for name in LAYOUTS}
@@ -120,7 +120,8 @@ def test_the_table_of_hybrids_is_whole_and_sees_other_losses(table: Table, monke
             return [found if load is None else [[{"lm loss": whole}] * 4, [{"lm loss": behind}] * 2]]
 
         monkeypatch.setattr(hybrid_table, "run_distributed", run)
-        return table.judge(next(cell for cell in cells if cell.name == "cp2")).kind
+        with contextlib.closing(Table()) as table:
+            return table.judge(next(cell for cell in cells if cell.name == "cp2")).kind
 
     assert (kind(2.0000001, 2.0), kind(2.00001, 2.0), kind(2.0, math.nan)) == ("ran", "fault", "fault")
 

@@ -392,6 +392,8 @@ def test_the_last_checkpoint_is_an_error_S27(tmp_path: Path, gate: type[Gate]) -
 
 
 def test_a_save_under_way_is_finished_when_the_run_fails(tmp_path: Path, gate: type[Gate]) -> None:
+    """And then the emergency save of what was done since."""
+
     def fail(run: Run) -> None:
         if run.progress.iteration == 3:
             threading.Timer(0.2, gate.opened.set).start()
@@ -399,9 +401,9 @@ def test_a_save_under_way_is_finished_when_the_run_fails(tmp_path: Path, gate: t
 
     with pytest.raises(ValueError, match="of the run"):
         finish(with_hook(prepare(*flags(tmp_path, *THREAD)), Each(fail)))
-    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "failures.jsonl", "iter_0000002", "latest_checkpointed_iteration.txt", "ledger.jsonl",
+        "failures.jsonl", "iter_0000002", "iter_0000003", "latest_checkpointed_iteration.txt", "ledger.jsonl",
     ]  # fmt: skip
     assert differing(train_tiny("--load", tmp_path), train_tiny()) == []
 
