@@ -58,7 +58,10 @@ def _put(fields: dict[str, Any], names: str, value: Any) -> None:
 def _invert(setting: Setting, config: RunConfig, fields: dict[str, Any]) -> bool:
     """Add the field of one setting; False where the family has no model with its value."""
     if setting.form in ("root", "two best", "full layers"):
-        return True  # of a field that something else writes
+        # Of a field that something else writes; whether it counts is said here.
+        if setting.only_if is not None:
+            fields[setting.only_if] = _read(setting.flag, config) not in (None, 1.0)
+        return True
     model = config.model
     if setting.with_experts and model.num_moe_experts is None:
         if setting.flag == "--num-experts":
