@@ -23,14 +23,17 @@ from tests.support.tiny_training import prepare, values
 from tests.unit.dist_checkpointing.test_upstream_formats import GATED, draw
 
 STEPS = "--train-iters 2 --lr-warmup-iters 1 --save-interval 100"
-# The letters that upstream knows, too, once with attention and an MLP behind them, and with further tokens.
-LETTERS = {"letters": OPTIONS["states"].replace("MGK*/M-/M-", "MG*-/M-/M-")}
+# The letters that upstream knows, too, once with attention and an MLP behind them, and with further tokens; and layers
+# of different shapes.
+LETTERS = {"letters": OPTIONS["states"].replace("MGK*/M-/M-", "MG*-/M-/M-"), "shapes": OPTIONS["shapes"]}
 ROUND_TRIPS = [
     ("upstream_torch_dist", "llama", "tp2,pp2", "1"),
     ("upstream_torch_dist", "moe", "tp2,sp,ep2,dp2", "1"),
     ("upstream_torch_dist", "moe", "tp2,sp,ep2,dp2,dist-opt", "1"),
     ("upstream_torch_dist", "gpt2", "pp2,vpp2,dp2,dist-opt,--bf16,--micro-batch-size=1", "dp3,dist-opt,--bf16"),
     ("upstream_torch_dist", "letters", "tp2,pp2,dp2,dist-opt", "1"),
+    ("upstream_torch_dist", "shapes", "tp2,pp2", "1"),
+    ("torch", "shapes", "tp2", "1"),
     ("torch", "letters", "tp2,pp2", "tp2,sp"),
     ("torch", "gpt2", "pp2,vpp2", "1"),
     ("torch", "moe", "tp2,sp,ep2,dp2", "1"),
