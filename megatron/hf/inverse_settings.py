@@ -59,7 +59,7 @@ def _invert(setting: Setting, config: RunConfig, fields: dict[str, Any]) -> bool
     """Add the field of one setting; False where the family has no model with its value."""
     if setting.form in ("root", "two best", "full layers"):
         # Of a field that something else writes; whether it counts is said here.
-        if setting.only_if is not None:
+        if setting.form == "root" and setting.only_if is not None:
             fields[setting.only_if] = _read(setting.flag, config) not in (None, 1.0)
         return True
     model = config.model
