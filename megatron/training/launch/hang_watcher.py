@@ -41,8 +41,8 @@ RECORDER = ".recorder"
 """Suffix of the file in which a rank writes what torch's flight recorder knows."""
 _POLL_SECONDS = 0.25
 _SHORT_LIMIT_SECONDS = 20.0
-_ANSWER_SECONDS = 1.5
-"""Seconds that the judge waits for the other hosts."""
+_ANSWER_SECONDS = 4.0
+"""Seconds that the judge waits for the other hosts, which answer within one unless they are busy, or gone."""
 _STACK_SECONDS = 0.4
 _END_SECONDS = 1.5
 """Ranks end by themselves in this time, or are killed."""
@@ -182,6 +182,7 @@ class Watcher:
             self._store.set(f"host/{own[0].rank}", json.dumps(content))
             self._store.set(f"names/{self._store.add('hosts', 1)}", str(own[0].rank))
             if self._store.add("judges", 1) > 1:
+                self._wait_for_verdict(self._store)
                 return None, list(own), stacks
             states, texts = self._wait_for_hosts(self._store, world)
             return judge(states, world), states, "\n\n".join(texts)
@@ -199,6 +200,14 @@ class Watcher:
             states = [RankState.from_json(s) for host in found.values() for s in _list(host["states"])]
             if len(states) >= world or time.monotonic() > deadline:
                 return states, [str(host["stacks"]) for host in found.values() if host["stacks"]]
+            time.sleep(_POLL_SECONDS)
+
+    @staticmethod
+    def _wait_for_verdict(store: Store) -> None:
+        """Keep this host's ranks until the verdict is out: the store may be in one of them, and the end of another
+        would look like the cause."""
+        deadline = time.monotonic() + 2 * _ANSWER_SECONDS
+        while time.monotonic() < deadline and not store.check(["judged"]):
             time.sleep(_POLL_SECONDS)
 
     def _collect_stacks(self) -> str:
@@ -237,6 +246,9 @@ class Watcher:
             say(f"error: {sentence}", sys.stderr)
         for watched in self._ranks.values():
             watched.record.tell(VERDICT)
+        if verdict is not None and self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                self._store.set("judged", "1")
         deadline = time.monotonic() + _END_SECONDS
         left = [w.record.read().process for w in self._ranks.values()]
         while left and time.monotonic() < deadline:
