@@ -66,17 +66,13 @@ def mamba_chunk_scan_combined(
     B: Tensor,
     C: Tensor,
     chunk_size: int,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    initial_states: Tensor | None = None,
     seq_idx: Tensor | None = None,
-    dt_softplus: bool = False,
     return_final_states: bool = False,
 ) -> tuple[Tensor, Tensor] | Tensor:
-    """x [b, s, H, P], dt [b, s, H], A [H], B, C [b, s, G, N]; states [b, H, P, N]."""
+    """x [b, s, H, P], dt [b, s, H], A [H], B, C [b, s, G, N]; states [b, H, P, N]. The package's further arguments (D,
+    z, dt_bias, initial_states, dt_softplus) are not used."""
     CALLS["scan"] += 1
-    assert D is z is dt_bias is initial_states is None and not dt_softplus and chunk_size & (chunk_size - 1) == 0
+    assert chunk_size & (chunk_size - 1) == 0
     assert dt.shape == x.shape[:3] and A.shape == x.shape[2:3] and B.shape == C.shape and B.dtype == x.dtype
     assert seq_idx is None or (seq_idx.dtype == torch.int32 and seq_idx.shape == x.shape[:2])
     B, C = (y.repeat_interleave(x.shape[2] // y.shape[2], dim=2) for y in (B, C))
