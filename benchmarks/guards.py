@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the guards of a run cost, and how soon they find a fault.
+"""Cost of the guards of a run, and time in which they find a fault.
 
     python -m benchmarks guards --pairs 24              # steps with all guards against steps with none
     python -m benchmarks guards --detect stop kill nan  # seconds from a simulated fault to the end of the job

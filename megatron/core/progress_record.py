@@ -162,7 +162,7 @@ class ProgressRecord:
 
     @property
     def told(self) -> int:
-        """What the process was told last; 0: nothing."""
+        """Number that the process was told last; 0: nothing."""
         return int(struct.unpack_from("<I", self._map, 12)[0])
 
 

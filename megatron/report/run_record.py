@@ -39,7 +39,7 @@ class Mark(NamedTuple):
 
 @dataclass
 class RunRecord:
-    """What a run has left."""
+    """Everything that a report shows of one run."""
 
     name: str
     root: Path

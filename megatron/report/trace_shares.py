@@ -48,7 +48,7 @@ _Stretch = tuple[float, float, str]
 
 @dataclass
 class Profile:
-    """What one rank did in the profiled steps."""
+    """Times of one rank in the profiled steps, by kind of work."""
 
     rank: int
     seconds: float

@@ -50,12 +50,12 @@ class Finding:
     """Of a step, 0 to 1."""
     sentence: str
     flags: tuple[str, ...] = ()
-    """What to try."""
+    """Flags to try."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Where the time of a step goes, and why."""
+    """Shares of a step's time, and the cause of the largest."""
 
     sentence: str
     findings: list[Finding] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Verdict:
     shares: Mapping[str, float] = field(default_factory=dict)
     """Part -> share of a step, in sum 1."""
     source: str = ""
-    """Where the shares come from, in words."""
+    """Source of the shares, in words."""
 
     @property
     def cause(self) -> str:

@@ -134,7 +134,7 @@ class Pieces:
         return self._layout is not None
 
     def find_bounds(self) -> Tensor | None:
-        """Where documents begin and end in the whole sequence, int64 [documents + 1], one tensor for all layers; None
+        """Return the bounds of documents in the whole sequence, int64 [documents + 1], one tensor for all layers; None
         where there is one document."""
         layout, device = self._layout, self._device
         if layout is None:

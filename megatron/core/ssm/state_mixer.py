@@ -151,7 +151,7 @@ class StateMixer(MegatronModule):
         some are convolved."""
 
     def find_rate(self) -> Tensor | None:
-        """What strength is multiplied by for the decay, [heads of this rank]; None where they are unrelated."""
+        """Return the factor of strength that gives the decay, [heads of this rank]; None where they are unrelated."""
         return None
 
     @property

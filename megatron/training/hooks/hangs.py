@@ -47,7 +47,7 @@ class HangWatchHook(Hook):
             say(f"note: a step that makes no progress for {limit:.0f} s is taken for hung (--hang-timeout)")
 
     def on_error(self, run: Run, error: Exception) -> None:
-        """What follows, such as a last save, is no step."""
+        """End the step: a last save that follows is none."""
         self._watch.end_step()
 
     def on_close(self, run: Run) -> None:

@@ -40,7 +40,7 @@ _ERRORS = 3.0
 """Slow is what is above the median by a tenth of it, by so many median deviations of the ranks from it, and by so many
 standard errors of the difference over the iterations of a report."""
 _LEAST_SHARE_OF_WORK = 0.05
-"""What is less of a rank's work in an iteration matters to nobody."""
+"""Smallest share of a rank's work in an iteration that counts as a phase of it."""
 
 
 class RankTimes(NamedTuple):

@@ -15,7 +15,7 @@ _Connection = tuple[int, str]
 
 
 class Connections:
-    """Those that were opened while `noting` was in force. Empty where the system does not list them (no /proc)."""
+    """Sockets that were opened while `noting` was in force. Empty where the system does not list them (no /proc)."""
 
     def __init__(self) -> None:
         self._noted: set[_Connection] = set()
