@@ -43,6 +43,7 @@ def train(run: Run) -> None:
 
 def iterate(run: Run, batches: Iterator[Batch]) -> None:
     """Run one iteration: the step, between on_step_start and on_step_end of the hooks."""
+    run.step_start = None
     run.hooks.on_step_start(run)
     result = train_step(run, batches)
     run.hooks.on_step_end(run, result)

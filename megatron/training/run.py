@@ -192,6 +192,8 @@ class Run:
     microbatch_losses: Sequence[dict[str, torch.Tensor]] = ()
     """Of the step under way, after its forward passes: for each microbatch of this rank, name -> [2] = (sum over its
     tokens, number of its tokens); empty before the last stage."""
+    step_start: Any = None
+    """The StepStart (rerun/replay.py) of the step under way, once a hook has taken it."""
     is_rewound: bool = False
     """The next step begins with other samples than those that follow the last one's."""
     passed_over: dict[int, PassedOver] = field(default_factory=dict)

@@ -154,7 +154,7 @@ class CheckpointHook(Hook):
 
     def on_step_start(self, run: Run) -> None:
         """Note what an emergency save goes back to."""
-        self._start = StepStart.take(run, with_buffers=True)
+        self._start = StepStart.take(run)
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Save every --save-interval iterations; where the disk refuses, print the error and go on."""

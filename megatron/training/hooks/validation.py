@@ -58,7 +58,7 @@ class ValidationHook(Hook):
                     next(batches)
                 self._pass_over(run, iteration)
                 return
-            self._start = StepStart.take(run, with_buffers=True)
+            self._start = StepStart.take(run)
             try:
                 step(run, batches)
             except StepRejectedError as rejection:
