@@ -41,7 +41,7 @@ RECORDER = ".recorder"
 """Suffix of the file in which a rank writes what torch's flight recorder knows."""
 _POLL_SECONDS = 0.25
 _SHORT_LIMIT_SECONDS = 20.0
-_ANSWER_SECONDS = 4.0
+_ANSWER_SECONDS = 10.0
 """Seconds that the judge waits for the other hosts, which answer within one unless they are busy, or gone."""
 _STACK_SECONDS = 0.4
 _END_SECONDS = 1.5
