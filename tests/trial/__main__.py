@@ -5,8 +5,8 @@
                                                            and 140 inputs of seed 1: about half an hour
     python -m tests.trial --layouts 200 --precisions 0 --recomputations 0 --inputs 0 --seed 7
     python -m tests.trial --layout 17 --input 203          single cases again, by their seeds
-    python -m tests.trial --layout 0 --every-field         each field of each family's config.json, changed alone
-    python -m tests.trial --cell 0 --hybrid-table          each kind of sublayer under each layout: twenty minutes
+    python -m tests.trial --every-field                    each field of each family's config.json, changed alone
+    python -m tests.trial --hybrid-table                   each kind of sublayer under each layout: twenty minutes
 
 Every case is a function of its seed; a fault comes with the command that repeats it. Exit code 1 when there was one.
 """
@@ -48,7 +48,8 @@ KINDS_OF_CASES = {
 def list_cases(options: argparse.Namespace) -> Iterator[tuple[str, int]]:
     """What to try: a kind of `KINDS_OF_CASES`, and the case's seed."""
     first = options.seed * CASES_PER_SEED
-    single = options.field or options.cell or any(getattr(options, kind) for kind in KINDS_OF_CASES)
+    chosen = (options.field, options.every_field, options.cell, options.hybrid_table)
+    single = any(chosen) or any(getattr(options, kind) for kind in KINDS_OF_CASES)
     for kind in KINDS_OF_CASES:
         seeds = getattr(options, kind) if single else range(first, first + getattr(options, f"{kind}s"))
         yield from ((kind, seed) for seed in seeds)
