@@ -118,6 +118,8 @@ def start_server(application: Any, listening: socket.socket, *, logs: bool = Fal
     from megatron.core.optional_deps import require
 
     uvicorn = require("uvicorn", needed_by="serve")
+    # Streams that go on at SIGTERM are cut after 2 s: all of the end has 10. The application queues by itself; beyond
+    # this many connections there is an attack, or a client that does not close them.
     config = uvicorn.Config(
         application.build(), log_level="info" if logs else "warning", access_log=logs, timeout_keep_alive=30,
         timeout_graceful_shutdown=2, limit_concurrency=2048, lifespan="off",
@@ -140,6 +142,7 @@ def build_engine(arguments: argparse.Namespace, trained: TrainedModel) -> tuple[
     if asked is not None and trained.max_sequence_length is not None and asked > longest:
         raise ConfigError(f"--inference-max-seq-length {asked}: the model has {longest} positions; give at most that")
     longest = longest if asked is None else asked
+    # Pages are taken as texts grow, so that many more short texts fit.
     capacity = arguments.capacity_tokens or 8 * longest
     if (gigabytes := arguments.inference_dynamic_batching_buffer_size_gb) is not None:
         capacity = int(gigabytes * 2**30 / max(1, ModelRunner(trained.model).measure_token_bytes()))
@@ -199,6 +202,7 @@ def serve(arguments: argparse.Namespace, environment: dict[str, str]) -> int:
         raise TemporaryError(f"the model failed: {error}") from error
     finally:
         server.should_exit = True
+        # A daemon: a connection that does not end keeps nobody waiting.
         thread.join(timeout=4)
         listening.close()
     return 0

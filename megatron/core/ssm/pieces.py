@@ -113,6 +113,7 @@ class Pieces:
         """Exchange [pieces x b, tokens, heads, ...] for [b, s, heads / cp, ...] of the whole sequence."""
         tensors = {name: x for name, x in inputs._asdict().items() if x is not None}
         whole: dict[str, Tensor] = {}
+        # One exchange for the tensors of each dtype: they travel in one piece of memory.
         for dtype in {x.dtype for x in tensors.values()}:
             names = [name for name, x in tensors.items() if x.dtype == dtype]
             own = [self.join(tensors[name].transpose(0, 1)) for name in names]
