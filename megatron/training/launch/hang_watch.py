@@ -34,7 +34,7 @@ from megatron.training.launch.launch import Launch
 T = TypeVar("T")
 _POLL_SECONDS = 0.25
 _PATIENCE_SECONDS = 3.0
-"""A run that is over before needs no watcher; one with a limit of its own gets it at once."""
+"""A run that is over before needs no watcher; one with a limit of its own gets it before anything can hang."""
 _DIRECTORIES = "megatron_hang_watch_"
 _NEW_SECONDS = 60.0
 """A directory that is younger may not be locked yet."""
@@ -67,6 +67,9 @@ class HangWatch:
         self._steps = 0
         self._longest_seconds = 0.0
         self._began_at = 0.0
+        self._starts_watcher = launch.local_rank == 0
+        if seconds is not None:
+            self._start_watcher()
         threading.Thread(target=self._listen, name="hang watch", daemon=True).start()
 
     def build_meter(self, group: dist.ProcessGroup, axis: str, inner: Meter | None) -> Meter:
@@ -113,13 +116,10 @@ class HangWatch:
             os.close(self._lock)
 
     def _listen(self) -> None:
-        starts_at = time.monotonic() + (_PATIENCE_SECONDS if self._seconds is None else 0.0)
-        is_started, says = self._launch.local_rank != 0, False
+        starts_at, says = time.monotonic() + _PATIENCE_SECONDS, False
         while not self._ended.wait(_POLL_SECONDS):
-            if not is_started and time.monotonic() >= starts_at:
-                is_started = True
-                with contextlib.suppress(OSError):
-                    self._start_watcher()
+            if time.monotonic() >= starts_at:
+                self._start_watcher()
             told = self._record.told
             if told and not says:
                 says = True
@@ -130,17 +130,22 @@ class HangWatch:
                 self._leave()
 
     def _start_watcher(self) -> None:
+        """Start the watcher of this host, once, on its first rank."""
+        if not self._starts_watcher:
+            return
+        self._starts_watcher = False
         launch, root = self._launch, str(Path(hang_watcher.__file__).parents[3])
         # Found where this process has found it, whatever the current directory is.
         program = (
             f"import sys; sys.path.insert(0, {root!r}); from {hang_watcher.__name__} import main; main(sys.argv[1:])"
         )
         arguments = [str(self._directory), str(launch.master_addr), str(launch.master_port), _prefix(launch)]
-        subprocess.Popen(
-            [sys.executable, "-c", program, *arguments, *([self._save] if self._save else [])],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        with contextlib.suppress(OSError):
+            subprocess.Popen(
+                [sys.executable, "-c", program, *arguments, *([self._save] if self._save else [])],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
 
     def _leave(self) -> None:
         """End this process, whatever its main thread waits for."""
