@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron.core.device import NamedRange
 from megatron.core.errors import say
+from megatron.core.timers import FETCHING
+from megatron.training.data.loading import time_batches
 from megatron.training.run import Run
 from megatron.training.step import reduce_losses, train_step
 
 if TYPE_CHECKING:
-    from megatron.core.timers import Timer
     from megatron.training.data.loading import Batch
 
 
@@ -52,15 +54,8 @@ def iterate(run: Run, batches: Iterator[Batch]) -> None:
 def open_batches(run: Run) -> Iterator[Batch]:
     """The run's microbatches from where it is."""
     run.is_rewound = False
-    return time_batches(run.data.open("train", run.progress.consumed_train_samples), run.timers("batch-generator", 2))
-
-
-def time_batches(batches: Iterator[Batch], timer: Timer) -> Iterator[Batch]:
-    """Yield the same microbatches; the timer runs while the next one is waited for."""
-    while True:
-        with timer:
-            batch = next(batches)
-        yield batch
+    batches = run.data.open("train", run.progress.consumed_train_samples)
+    return time_batches(time_batches(batches, NamedRange(FETCHING)), run.timers("batch-generator", 2))
 
 
 @torch.no_grad()

@@ -376,3 +376,11 @@ def collate(stack: Callable[[list[Any]], Any], samples: Sequence[Any]) -> Any:
         if isinstance(sample, MegatronError):
             return sample
     return stack(list(samples))
+
+
+def time_batches(batches: Iterator[Batch], watch: contextlib.AbstractContextManager[Any]) -> Iterator[Batch]:
+    """Yield the same micro-batches, each fetched inside of `watch`: a timer, or a range with a name in profiles."""
+    while True:
+        with watch:
+            batch = next(batches)
+        yield batch

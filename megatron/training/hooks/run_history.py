@@ -17,12 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.device import NamedRange
 from megatron.core.errors import StorageError, say
 from megatron.core.line_files import append_lines
-from megatron.core.timers import FETCHING
+from megatron.core.timers import Timer
 from megatron.training.config.container import RunConfig
-from megatron.training.run import Hook, HookContext, Phase, Run, Step, StepResult
+from megatron.training.data.loading import time_batches
+from megatron.training.run import Hook, HookContext, Phase, Run, Step
 
 if TYPE_CHECKING:
     from megatron.training.data.loading import Batch
@@ -110,25 +110,24 @@ class EventsHook(Hook):
 
 
 class TimesHook(Hook):
-    """Times on the first rank's host how long steps take and wait for batches, and writes both to times.jsonl.
-    The waits have a name in profiles."""
+    """Times on the first rank's host how long steps take and wait for batches, and writes both to times.jsonl."""
 
     # Next to the step.
     phase = Phase.MEASURE
 
-    def __init__(self, directory: str | None, log_interval: int) -> None:
-        self._path = None if directory is None else Path(directory) / TIMES_NAME
+    def __init__(self, directory: str, log_interval: int) -> None:
+        self._path: Path | None = Path(directory) / TIMES_NAME
         self._log_interval = log_interval
-        self._forget()
+        self._step, self._fetching = Timer("step"), Timer("fetching")
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> TimesHook | None:
-        """Return the hook for --metrics-dir and --profile; None where neither is asked for."""
+        """Return the hook for --metrics-dir; None where it is not asked for."""
         directory = config.logger.metrics_dir
-        return cls(directory, config.logger.log_interval) if directory or config.profiling.profile else None
+        return None if directory is None else cls(directory, config.logger.log_interval)
 
     def on_train_start(self, run: Run) -> None:
-        """A run from the start sets the times of an earlier one aside."""
+        """Set the times of an earlier run aside where this one begins from the start."""
         if not run.is_first_rank:
             self._path = None
         elif self._path is not None and run.progress.iteration == 0:
@@ -138,42 +137,26 @@ class TimesHook(Hook):
         """The same step, timed, and the fetching of its batches apart."""
 
         def time_step(run: Run, batches: Iterator[Batch]) -> None:
-            began = time.perf_counter()
-            step(run, self._time(batches))
-            self._step_seconds += time.perf_counter() - began
+            with self._step:
+                step(run, time_batches(batches, self._fetching))
 
         return time_step
 
-    def _time(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        while True:
-            began = time.perf_counter()
-            with NamedRange(FETCHING):
-                batch = next(batches)
-            self._data_seconds += time.perf_counter() - began
-            yield batch
-
     def on_step_start(self, run: Run) -> None:
         """Write the interval that is over: the last of its steps ended with the wrapper above."""
-        if self._steps >= self._log_interval:
+        if self._step.count >= self._log_interval:
             self._write(run)
-
-    def on_step_end(self, run: Run, result: StepResult) -> None:
-        """Count the step."""
-        self._steps += 1
 
     def on_train_end(self, run: Run) -> None:
         """Write what is left."""
-        if self._steps:
+        if self._step.count:
             self._write(run)
 
     def _write(self, run: Run) -> None:
-        means = {"step_seconds": self._step_seconds / self._steps, "data_seconds": self._data_seconds / self._steps}
-        self._forget()
+        steps = self._step.count
+        means = {"step_seconds": self._step.elapsed() / steps, "data_seconds": self._fetching.elapsed() / steps}
         if self._path is not None:
             append_lines(self._path, [json.dumps({"iteration": run.progress.iteration, **means})])
-
-    def _forget(self) -> None:
-        self._steps, self._step_seconds, self._data_seconds = 0, 0.0, 0.0
 
 
 def set_aside(path: Path) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.device import Mark, mark, measure_seconds_between
+from megatron.core.timers import Timer
+from megatron.training.data.loading import time_batches
 from megatron.training.run import Run
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class WorkClock:
     def __init__(self) -> None:
         self._marks: list[tuple[str, Mark, Mark]] = []
         """Of the iteration under way."""
-        self._data_seconds = 0.0
+        self._fetching = Timer(DATA)
         self._began: Mark | None = None
         self._iterations: list[tuple[list[tuple[str, Mark, Mark]], float, Mark, Mark]] = []
 
@@ -78,20 +79,17 @@ class WorkClock:
 
     def time_data(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the same micro-batches, whose fetching is timed."""
-        while True:
-            begun = time.perf_counter()
-            batch = next(batches)
-            self._data_seconds += time.perf_counter() - begun
-            yield batch
+        return time_batches(batches, self._fetching)
 
     def begin_iteration(self) -> None:
         """Forget what an evaluation has added."""
-        self._marks, self._data_seconds, self._began = [], 0.0, mark()
+        self._fetching.reset()
+        self._marks, self._began = [], mark()
 
     def end_iteration(self) -> None:
         """Keep the iteration that began last."""
         if self._began is not None:
-            self._iterations.append((self._marks, self._data_seconds, self._began, mark()))
+            self._iterations.append((self._marks, self._fetching.elapsed(), self._began, mark()))
 
     def read(self) -> dict[str, PhaseTime]:
         """The phases of the iterations since the last call, of which there must be one, and begin anew. Waits for the
