@@ -71,6 +71,8 @@ def install(library: Path) -> None:
     torch.Generator = Generator  # type: ignore[misc]
     torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: _STREAM  # type: ignore[assignment]
     torch.cuda.get_rng_state = _get_rng_state  # type: ignore[assignment]
+    # A CPU build of torch raises an error for these.
+    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = _nothing  # type: ignore[assignment]
     torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign,assignment]
     torch.Tensor.pin_memory = lambda tensor, *device: tensor  # type: ignore[method-assign,assignment]
 
