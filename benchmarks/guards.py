@@ -4,9 +4,9 @@
     python -m benchmarks guards --pairs 24              # steps with all guards against steps with none
     python -m benchmarks guards --detect stop kill nan  # seconds from a simulated fault to the end of the job
 
-Steps are timed in pairs that take turns in which goes first, in two processes over gloo; the ratio is the median over
-the pairs with its 95 % interval, by order statistics. Guards: the watch for hangs, the check of losses and gradients,
-of spikes, of weights that replicas hold alike, and the report of slow ranks.
+Steps of both sides are timed in turns, in pairs that take turns in which goes first, in two processes over gloo; the
+ratio is the median over the pairs with its 95 % interval, by order statistics. Guards: the watch for hangs, the check of
+losses and gradients, of spikes, of weights that replicas hold alike, and the report of slow ranks.
 """
 
 from __future__ import annotations
@@ -87,19 +87,23 @@ def compare_steps(rank: int, sizes: tuple[int, int], pairs: int, steps: int) -> 
         run.hooks.on_train_start(run)
         runs[name] = (run, run.hooks.wrap_step(iterate), open_batches(run))
 
-    def take(name: str) -> float:
-        run, step, batches = runs[name]
-        dist.barrier()
-        began_at = time.perf_counter()
+    def take(order: Sequence[str]) -> dict[str, float]:
+        # Step by step in turns: what else the machine does changes within the ten steps of a side.
+        seconds = dict.fromkeys(order, 0.0)
         for _ in range(steps):
-            step(run, batches)
-        return time.perf_counter() - began_at
+            for name in order:
+                run, step, batches = runs[name]
+                dist.barrier()
+                began_at = time.perf_counter()
+                step(run, batches)
+                seconds[name] += time.perf_counter() - began_at
+        return seconds
 
-    for name in runs:
-        take(name)
+    names = list(runs)
+    take(names)
     ratios = []
     for pair in range(pairs):
-        seconds = {name: take(name) for name in (list(runs) if pair % 2 else list(reversed(runs)))}
+        seconds = take(names if pair % 2 else names[::-1])
         ratios.append(seconds["on"] / seconds["off"])
     for run, _, _ in reversed(runs.values()):
         run.hooks.on_close(run)
