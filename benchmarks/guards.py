@@ -5,8 +5,8 @@
     python -m benchmarks guards --detect stop kill nan  # seconds from a simulated fault to the end of the job
 
 Steps of both sides are timed in turns, in pairs that take turns in which goes first, in two processes over gloo; the
-ratio is the median over the pairs with its 95 % interval, by order statistics. Guards: the watch for hangs, the check of
-losses and gradients, of spikes, of weights that replicas hold alike, and the report of slow ranks.
+ratio is the median over the pairs with its 95 % interval, by order statistics. Guards: the watch for hangs, the checks
+of losses, of gradients, of spikes and of weights that replicas hold alike, and the report of slow ranks.
 """
 
 from __future__ import annotations
