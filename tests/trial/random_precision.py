@@ -2,9 +2,10 @@
 """Random models in FP8 and FP4: is each layout the run that one process makes, and does recomputation change nothing?
 
 Both kinds of case are functions of their seed, and draw a recipe, a model whose widths are whole blocks of it (dense,
-of experts, or of latent attention), and options. A layout is compared with one process: within the rounding of sums
-where every operand has the same scales in both, within the band of the format where ranks scale parts of a matrix. A
-pair of recomputed modules is compared bit for bit with the run that keeps everything; some are in fp32 or bf16.
+of experts, of latent attention; some with letters), and options. A layout is compared with one process: within the
+rounding of sums where every operand has the same scales in both, within the band of the format where ranks scale parts
+of a matrix. A pair of recomputed modules is compared bit for bit with the run that keeps everything; some are in fp32
+or bf16.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ RECIPES = {
 }
 """Name -> what divides the width of a rank's part, and flags."""
 MODULES = ("core_attn", "layernorm", "mlp", "mlp_act", "mla_up_proj", "moe", "moe_act", "shared_experts")
+GATED = "gdn_norm_out"
+"""A module of letters G."""
 
 
 def draw_precision(seed: int) -> LayoutCase:
@@ -55,6 +58,7 @@ def draw_precision(seed: int) -> LayoutCase:
         draw.maybe(0.3, "--num-virtual-stages-per-pipeline-rank=2", "--pipeline-schedule=zb-h1")
     draw.maybe(0.2, "--recompute-granularity=selective --recompute-modules layernorm")
     case.layout = draw.flags
+    _make_hybrid(case, RECIPES[recipe][0])
     return case
 
 
@@ -63,14 +67,17 @@ def draw_recomputation(seed: int) -> LayoutCase:
     draw = Draw(seed, "recomputation")
     case = LayoutCase(seed, dict.fromkeys(("tp", "cp", "pp", "dp"), 1))
     kind = draw.one("dense", "experts", "latent")
+    recipe = draw.one(*RECIPES)
     case.model = [
-        *_draw_model(draw, draw.one(*RECIPES), kind, case.sizes),
+        *_draw_model(draw, recipe, kind, case.sizes),
         f"--hidden-dropout={draw.one(0, 0.1)}",
         "--clip-grad=0",
     ]
     absent = {"dense": MODULES[4:], "experts": ("mla_up_proj",), "latent": MODULES[5:]}[kind]
     pair = draw.random.sample([module for module in MODULES if module not in absent], 2)
     case.layout = ["--recompute-granularity=selective", "--recompute-modules", *pair]
+    if "G" in _make_hybrid(case, RECIPES[recipe][0]):
+        case.layout[-1] = GATED
     return case
 
 
@@ -117,6 +124,31 @@ def _draw_model(draw: Draw, recipe: str, kind: str, sizes: dict[str, int]) -> li
         draw.maybe(0.4, f"--moe-shared-expert-intermediate-size={unit * tp}")
         draw.maybe(0.4, "--moe-grouped-gemm")
     return draw.flags
+
+
+def _make_hybrid(case: LayoutCase, unit: int) -> str:
+    """Give some cases layers of letters; return them. unit: what divides the width of a rank's part."""
+    # Choices of its own, so that all other cases stay what they are.
+    draw, tp = Draw(case.seed, "hybrid in low precision"), case.sizes["tp"]
+    if not draw.chance(0.4):
+        return ""
+    attention = "+" if "--multi-latent-attention" in case.model else "*"
+    kinds = f"MGK{attention}-" + "E" * any(flag.startswith("--num-experts") for flag in case.model)
+    # What the other flags are about is in the model, and so are stages of equally many layers.
+    letters = draw.random.choices(kinds, k=draw.one(1, 2, 3)) + [kind for kind in f"{attention}-E" if kind in kinds]
+    letters += draw.random.choices(kinds, k=-len(letters) % (2 * case.sizes["pp"]))
+    draw.random.shuffle(letters)
+    heads, width = unit * tp, draw.one(4, 8)
+    case.model[:] = [flag for flag in case.model if not flag.startswith(("--num-layers", "--lr="))]
+    case.layout[:] = [flag for flag in case.layout if not flag.startswith("--num-virtual-stages")]
+    # Steps as long as those of other cases would make fp32 rounding visible: gradients are ten times as large.
+    case.model += [
+        "--lr=0.01", f"--hybrid-layer-pattern={''.join(letters)}", f"--mamba-num-groups={tp}",
+        f"--mamba-num-heads={heads}", f"--mamba-head-dim={width}", f"--mamba-state-dim={unit // 2}",
+        f"--linear-num-key-heads={heads}", f"--linear-num-value-heads={heads}", f"--linear-key-head-dim={width}",
+        f"--linear-value-head-dim={width}",
+    ]  # fmt: skip
+    return "".join(letters)
 
 
 def find_recipe(case: LayoutCase) -> str:

@@ -20,6 +20,7 @@ from tests.trial.hostile_inputs import KINDS, MOCK, MODEL, HostileCase, draw_inp
 from tests.trial.hybrid_table import BY_FLAGS, LAYOUTS, ROWS, Table, draw_pair, list_cells
 from tests.trial.random_layouts import LayoutCase, draw_case, judge_layout
 from tests.trial.random_precision import (
+    GATED,
     MODULES,
     RECIPES,
     draw_precision,
@@ -68,7 +69,9 @@ def test_draws_are_functions_of_their_seed_and_see_every_recipe_and_module() -> 
         cases = [draw(seed) for seed in range(100)]
         assert [draw(seed) for seed in range(100)] == cases
         assert {find_recipe(case) for case in cases} >= RECIPES.keys() - {"fp32", "bf16"}
-    assert {module for case in cases for module in case.layout[2:]} == set(MODULES)
+        patterns = [flag for case in cases for flag in case.model if flag.startswith("--hybrid-layer-pattern=")]
+        assert set("".join(pattern.split("=")[1] for pattern in patterns)) == set("MGK*+-E")
+    assert {module for case in cases for module in case.layout[2:]} == {*MODULES, GATED}
 
 
 def test_other_bits_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
