@@ -133,6 +133,11 @@ class Chaos:
         print(f"after iteration {max(self.attempts[-1].times)}: {strike.kind}", flush=True)
         self._strikes.pop(0)
 
+    @property
+    def missed(self) -> list[Strike]:
+        """Faults that the end of the run has overtaken."""
+        return self._strikes
+
     # ---- what the log tells
 
     def count_executed(self) -> int:
@@ -187,6 +192,7 @@ def run_chaos(
     chaos = Chaos(flags, ranks, root / "disturbed", strikes, seed)
     chaos.run()
     problems = compare(root, steps)
+    problems += [f"the run was over before {strike}" for strike in chaos.missed]
     lost, executed = chaos.list_lost(), chaos.count_executed()
     if executed != steps + sum(lost):
         problems.append(f"{executed} steps were executed, {steps} + {sum(lost)} are accounted for")
