@@ -32,6 +32,7 @@ from megatron.core.kernels import launching
 from megatron.core.tensor_parallel import cross_entropy, products
 from megatron.core.transformer import norms
 from megatron.core.transformer.moe import grouped_products
+from megatron.training.launch.dry_memo import OperationMemo
 
 _OURS = f"{Path(__file__).resolve().parents[2]}/"
 # They make or name memory without a kernel, beside the views, which torch itself marks.
@@ -64,16 +65,20 @@ class Call(NamedTuple):
 class DryRecorder(TorchDispatchMode):
     """Sees every operation below autograd, in forward and backward. Enter it inside FakeTensorMode.
 
-    answer: the value that the host reads where it reads one, given the tensor; zeros where it returns None.
+    answer: the value that the host reads where it reads one, given the tensor; zeros where it returns None. memo: what
+    recorders before it have learnt.
     """
 
-    def __init__(self, answer: Callable[[Tensor], Any]) -> None:
+    def __init__(self, answer: Callable[[Tensor], Any], memo: OperationMemo | None = None) -> None:
         super().__init__()
         self.answer = answer
         self.live_bytes = self.peak_bytes = 0
         self.flops = self.kernels = 0
         self.calls: list[Call] = []
         self._live: dict[int, int] = {}
+        self._memo = memo or OperationMemo()
+        self._handles: dict[Any, Any] = {}
+        """Collective -> what its caller waits for; it has ended before it began, and serves again."""
 
     def restart(self) -> None:
         """Count from here; what lives goes on living."""
@@ -81,20 +86,30 @@ class DryRecorder(TorchDispatchMode):
         self.calls.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # the most frequent of all
+            return args[0].fake_device
         kwargs = kwargs or {}
         namespace, _, name = func._schema.name.partition("::")
         if namespace == "c10d":
             self._note_collective(name, args, kwargs)
-            return func(*args, **kwargs)
+            return self._begin(func, args, kwargs)
         if name == "_local_scalar_dense":
             return self.read(args[0], False)
         if name == "equal":
             return True
-        result = func(*args, **kwargs)
+        key, tensors = self._memo.find_key(func, args, kwargs)
+        known = None if key is None else self._memo.recall(key, tensors)
+        if known is None:
+            result = func(*args, **kwargs)
+            flops = count_flops(func, name, args, kwargs, result)
+            if key is not None:
+                self._memo.remember(key, tensors, result, flops)
+        else:
+            result, flops = known
         if not func.is_view and name not in _NO_KERNELS:
             self.kernels += 1
-        self.flops += count_flops(func, name, args, kwargs, result)
-        for leaf in tree_leaves(result):
+        self.flops += flops
+        for leaf in [result] if type(result) is FakeTensor else tree_leaves(result):
             if isinstance(leaf, FakeTensor):
                 self._remember(leaf)
         return result
@@ -122,6 +137,18 @@ class DryRecorder(TorchDispatchMode):
             ranks = (own, partner) if name == "send" else (partner, own)
         sizes = [leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor)]
         self.note(name.strip("_"), ranks, sum(sizes))
+
+    def _begin(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return what a collective returns: a handle, alone or behind the tensors that it fills, its first operand."""
+        handle = self._handles.get(func)
+        if handle is not None:
+            return handle if len(func._schema.returns) == 1 else (args[0], handle)
+        result = func(*args, **kwargs)
+        if len(func._schema.returns) == 1:
+            self._handles[func] = result
+        elif len(result) == 2 and args and type(args[0]) is type(result[0]):
+            self._handles[func] = result[1]
+        return result
 
     def _remember(self, tensor: Tensor) -> None:
         """Count the tensor's memory until nothing uses it."""

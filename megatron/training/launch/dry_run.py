@@ -37,6 +37,7 @@ from megatron.planner.step_time import shorten
 from megatron.training.config.container import RunConfig
 from megatron.training.config.gpu_needs import replace_gpu_settings
 from megatron.training.launch.collective_order import Deadlock, find_deadlock
+from megatron.training.launch.dry_memo import OperationMemo
 from megatron.training.launch.dry_recorder import Call, DryRecorder, ready
 from megatron.training.launch.initialize import Process, build_rank_grid, set_seeds
 from megatron.training.launch.launch import Launch
@@ -54,6 +55,8 @@ class Place(NamedTuple):
 
     grid: RankGrid
     rank: int
+    memo: OperationMemo
+    """Shared by all ranks: most do the same."""
 
 
 @dataclasses.dataclass
@@ -82,9 +85,10 @@ def dry_run(config: RunConfig, recipe: Recipe, build: Build) -> int:
     replace_gpu_settings(config)
     ranks = range(world_size) if config.profiling.dry_run_ranks == "all" else choose_ranks(grid)
     reports: list[RankReport] = []
+    memo = OperationMemo()
     began_at = told_at = time.monotonic()
     for rank in ranks:
-        reports.append(run_rank(config, recipe, build, Place(grid, rank), whole / ran))
+        reports.append(run_rank(config, recipe, build, Place(grid, rank, memo), whole / ran))
         if time.monotonic() - told_at > _SLOW_SECONDS:
             told_at = time.monotonic()
             left = (told_at - began_at) / len(reports) * (len(ranks) - len(reports))
@@ -120,11 +124,11 @@ def choose_ranks(grid: RankGrid) -> list[int]:
 
 def run_rank(config: RunConfig, recipe: Recipe, build: Build, place: Place, scale: float) -> RankReport:
     """One step as this rank, whose partners are imagined. scale: microbatches of the run's step for each that runs."""
-    grid, rank = place
+    grid, rank, memo = place
     world_size = grid.world_size
     if world_size > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    recorder = DryRecorder(lambda tensor: share_evenly(config, tensor))
+    recorder = DryRecorder(lambda tensor: share_evenly(config, tensor), memo)
     try:
         groups = ProcessGroupCollection.build_alone(grid, rank)
         groups.set_current()
@@ -174,8 +178,8 @@ def share_evenly(config: RunConfig, tensor: Tensor) -> Any:
     rows = tokens // model.tensor_model_parallel_size * model.moe_router_topk * (model.expert_tensor_parallel_size or 1)
     if tensor.dim() == 2:  # sent, received
         return [[rows // tensor.shape[1]] * tensor.shape[1]] * tensor.shape[0]
-    if tensor.dim() == 1:
-        return [rows // len(tensor)] * len(tensor)
+    if tensor.dim() == 1:  # where the rows of each expert end
+        return [rows * number // len(tensor) for number in range(1, len(tensor) + 1)]
     return rows
 
 

@@ -23,6 +23,7 @@ from megatron.planner.step_memory import predict_step_memory
 from megatron.planner.throughput import count_training_flops_per_token
 from megatron.training.flags.read import examine, read_run_config
 from megatron.training.launch.collective_order import find_deadlock
+from megatron.training.launch.dry_memo import OperationMemo
 from megatron.training.launch.dry_recorder import Call
 from megatron.training.launch.dry_run import choose_ranks, dry_run
 from megatron.training.recipes.gpt import build_gpt_recipe, describe_gpt_workload
@@ -90,6 +91,17 @@ def test_experts_and_replicas_agree(tmp_path: Path) -> None:
     assert code == 0
     exchanged = {tuple(c["group"]) for c in found["ranks"][1]["collectives"] if c["op"].startswith("alltoall")}
     assert exchanged == {(0, 1)}
+
+
+def test_what_is_remembered_of_operations_changes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text = """--world-size 2 --bf16 --num-experts 4 --moe-router-topk 2 --tensor-model-parallel-size 2
+        --sequence-parallel --moe-token-dispatcher-type alltoall --recompute-granularity full --recompute-method uniform
+        --recompute-num-layers 1 --use-distributed-optimizer --num-layers 2 --global-batch-size 2"""
+    _, found = run(text, tmp_path)
+    monkeypatch.setattr(OperationMemo, "recall", lambda memo, key, tensors: None)
+    assert run(text, tmp_path)[1] == found
+    # Of 2 layers and 2 microbatches: launches, not every question about a tensor.
+    assert found["ranks"][0]["kernels"] < 2 * 2 * 300
 
 
 def test_a_sample_stands_for_a_large_job() -> None:
