@@ -32,8 +32,9 @@ from tests.support.pretend_groups import pretend
 from tests.support.sequence_shards import join_sequence
 
 HIDDEN, LENGTH = 72, 72
-BOUNDS = [0, 1, 20, 36, 43, 72]
-"""Documents: one token, one that ends with a piece, one that ends inside of one."""
+BOUNDS = [0, 1, 20, 36, 43, 54, 72]
+"""Documents: one token, one that ends with a piece, one that ends inside of one. On two context-parallel ranks the
+first has no piece that goes on with a document."""
 KINDS: dict[str, tuple[type[StateMixer], dict[str, Any]]] = {
     "mamba": (MambaMixer, {"mamba_num_heads": 6, "mamba_head_dim": 10, "mamba_state_dim": 7, "mamba_num_groups": 2}),
     "gdn": (GatedDeltaNet, {"linear_num_key_heads": 2, "linear_num_value_heads": 6}),

@@ -172,7 +172,8 @@ class Pieces:
         before = []
         for piece in range(self._count):
             if not self._continues[piece]:
-                state = torch.zeros_like(state)
+                # Not new zeros: backward reaches the gathering on all ranks, also on one whose pieces all begin anew.
+                state = state.masked_fill(state.new_ones((), dtype=torch.bool), 0.0)
             before.append(state)
             change, transition = of_pieces[piece].split([width, final.shape[-1] - width], dim=-1)
             state = transition @ state + change
