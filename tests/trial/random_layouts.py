@@ -10,12 +10,21 @@ process that died, a run that does not end.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import math
 import random
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.errors import ConfigError
 from megatron.training.flags.read import read_run_config
 from megatron.training.recipes.gpt import build_gpt_recipe
@@ -131,6 +140,7 @@ def draw_case(seed: int) -> LayoutCase:
     case.layout = _draw_layout(draw, sizes, schedule, virtual, a2a, experts)
     _make_latent(case)
     _make_hybrid(case)
+    _pack_documents(case)
     return case
 
 
@@ -250,6 +260,43 @@ def _make_hybrid(case: LayoutCase) -> None:
         f"--linear-key-head-dim={width}", f"--linear-value-head-dim={width}",
         f"--linear-conv-kernel-dim={draw.one(2, 4)}",
     ]  # fmt: skip
+
+
+def _pack_documents(case: LayoutCase) -> None:
+    """Give some cases sequences of several documents, which do not see each other."""
+    draw = Draw(case.seed, "documents")
+    if not draw.chance(0.3):
+        return
+    draw.flags = ["--data-path", str(write_short_documents()), "--split=100,0,0"]
+    draw.maybe(
+        1.0, "--dataloader-inter-document-masking", "--dataloader-inter-document-masking",
+        "--reset-attention-mask --reset-position-ids --eod-mask-loss",
+    )  # fmt: skip
+    micro, batch = (int(_take(case.model, f"--{name}-batch-size")) for name in ("micro", "global"))
+    # Pipeline stages exchange packed sequences one by one.
+    kept = 1 if case.sizes["pp"] > 1 else micro
+    draw.flags += [f"--micro-batch-size={kept}", f"--global-batch-size={batch // micro * kept}"]
+    case.model[:] = [flag for flag in case.model if flag != "--mock-data"] + draw.flags
+
+
+def _take(flags: list[str], name: str) -> str:
+    """Remove a flag; return its value."""
+    flag = next(flag for flag in flags if flag.startswith(f"{name}="))
+    flags.remove(flag)
+    return flag.split("=")[1]
+
+
+@functools.cache
+def write_short_documents() -> Path:
+    """Write 3,000 documents of 1 to 40 tokens, all below 60, for this process; return their path prefix."""
+    directory = Path(tempfile.mkdtemp(prefix="short-documents-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    random_numbers = np.random.default_rng(0)
+    builder = IndexedDatasetBuilder(str(directory / "documents.bin"), dtype=np.int32)
+    for length in random_numbers.choice([1, 1, 2, 3, 5, 9, 20, 40], 3000):
+        builder.add_document(torch.tensor(random_numbers.integers(0, 60, length), dtype=torch.int32), [int(length)])
+    builder.finalize(str(directory / "documents.idx"))
+    return directory / "documents"
 
 
 def _draw_experts(draw: Draw, sizes: dict[str, int]) -> list[str]:
