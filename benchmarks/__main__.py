@@ -51,6 +51,7 @@ _PROGRAMS = {
     "conversion": "models from and to Hugging Face directories against copying the files",
     "guards": "steps with all guards against none, and the time to find a fault",
     "memory": "bytes of weights, gradients, state and activations against the plan",
+    "serving": "the inference engine against Hugging Face's generate",
     "generality": "one process through the parallel code against a model without it",
 }
 TABLE: dict[str, Entry] = {

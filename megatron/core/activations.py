@@ -182,9 +182,7 @@ class _FusedActivation(torch.autograd.Function):
         if bias is not None:
             x = x.detach().add_(bias)
         ctx.save_for_backward(x, bias, weights)
-        y = _multiply_by_gate(x, activation) if is_gated else activation.forward(x)
-        # Computed in the wider of the two formats, without a copy in it.
-        return y if weights is None else y.mul_(weights)
+        return _activate_by_torch(x, weights, activation, is_gated)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -266,21 +264,33 @@ class _WeightedSquaredReLU(torch.autograd.Function):
         return positive.mul_(2).mul_((grad * weights).to(x.dtype)), grad_weights
 
 
+def _activate(x: Tensor, bias: Tensor | None, weights: Tensor | None, activation: Activation, is_gated: bool) -> Tensor:
+    # In inference mode there is no backward to keep anything for.
+    if torch.is_inference_mode_enabled() and adds_bias_in_place(x, bias):
+        return _activate_by_torch(x if bias is None else x.add_(bias), weights, activation, is_gated)
+    result: Tensor = _FusedActivation.apply(x, bias, weights, activation, is_gated)
+    return result
+
+
+def _activate_by_torch(x: Tensor, weights: Tensor | None, activation: Activation, is_gated: bool) -> Tensor:
+    y = _multiply_by_gate(x, activation) if is_gated else activation.forward(x)
+    # Computed in the wider of the two formats, without a copy in it.
+    return y if weights is None else y.mul_(weights)
+
+
 def bias_activation(x: Tensor, bias: Tensor | None, activation: Activation, weights: Tensor | None = None) -> Tensor:
     """act(x + b), times the weight of each row, [..., 1], if there are weights: in x's number format, [..., f].
 
     Overwrites x: hand it over only when nothing else needs it.
     """
-    result: Tensor = _FusedActivation.apply(x, bias, weights, activation, False)
-    return result
+    return _activate(x, bias, weights, activation, False)
 
 
 def bias_gated_activation(
     x: Tensor, bias: Tensor | None, activation: Activation, weights: Tensor | None = None
 ) -> Tensor:
     """act(gate) * up of x + b = (gate | up), [..., 2 f] -> [..., f]; weights and memory as in `bias_activation`."""
-    result: Tensor = _FusedActivation.apply(x, bias, weights, activation, True)
-    return result
+    return _activate(x, bias, weights, activation, True)
 
 
 def weighted_squared_relu(x: Tensor, weights: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 
     context.layout                       which tokens of which sequences this call has
     context.max_tokens                   tokens that the longest sequence may have
-    context.update(layer, key, value)    append what a layer keeps of each token; get back that of each sequence
+    context.update(layer, key, value)    append what a layer keeps of each token; get back that of the sequences
     context.read_recurrent(layer, ...)   what a layer keeps of each sequence, whatever its length; write_recurrent
 
 The owner (the generation loop) says before each call of the model what it reads; layers read and write.
@@ -28,13 +28,14 @@ class InferenceContext(Protocol):
     max_tokens: int
     """Tokens that the longest sequence may have."""
 
-    def update(self, layer_number: int, *new: Tensor) -> Sequence[tuple[Tensor, ...]]:
-        """Append what a layer keeps of its new tokens, and return for each sequence the same of all tokens so far that
-        the new ones may see: from the first new one's window or chunk on, up to the last.
+    def update(self, layer_number: int, *new: Tensor) -> Sequence[tuple[slice, tuple[Tensor, ...]]]:
+        """Append what a layer keeps of its new tokens, and return for some sequences after the other which they are,
+        and the same of all tokens so far that the new ones may see: from the first new one's window or chunk on, up to
+        the last.
 
         new: [t, 1, ...] or [s, b, ...] each, as many tensors and of such shapes as the layer likes, the same in every
         call: keys, rotated already, and values, of their own widths, or a compressed form of both. Returns each as
-        [tokens, 1, ...]; `layout.split` cuts queries in the same way.
+        [tokens, sequences, ...]: one sequence, or several of one length; `layout.cut` cuts queries in the same way.
         """
         ...
 

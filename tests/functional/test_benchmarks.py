@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import checkpointing, experts, generality, guards, memory, mixers, overlap
+from benchmarks import checkpointing, experts, generality, guards, memory, mixers, overlap, serving
 from benchmarks.train_step import Sizes
 from megatron.training.launch.local_job import run_locally
 from megatron.training.verify.parity_layouts import parse_layout
@@ -70,6 +70,19 @@ def test_mixers_that_are_compared(letter: str) -> None:
     assert held == pytest.approx(formula, rel=0.03)
     found = mixers.measure_speed(letter, 32, 1) | {"generation": mixers.measure_generation(letter, 1)}
     assert all(value > 0 for value in found.values())
+
+
+def test_generation_that_is_compared(tmp_path: Path) -> None:
+    """Both models write the same tokens, and what is timed runs."""
+    pytest.importorskip("transformers")
+    sizes = serving.Sizes.tiny()
+    models = serving.build_models(sizes, tmp_path)
+    ratios = serving.compare_equal_lengths(models, sizes, sizes.batch, 1)
+    over_batches, over_alone, _ = serving.compare_mixed(models, sizes, 1)
+    shared, linear = serving.compare_prefix(models.ours, sizes, 1), serving.measure_linear(sizes, 1)
+    assert all(value > 0 for value in [*ratios, *over_batches, *over_alone, *shared, *linear])
+    passes, _ = serving.measure_arrival(models.ours, sizes)
+    assert passes == 1, "the budget of the first pass is shared with the prompt that came later"
 
 
 def test_latent_attention_holds_the_bytes_of_the_formula() -> None:

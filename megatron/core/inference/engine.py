@@ -168,6 +168,7 @@ class Engine:
 
     # ---- a pass
 
+    @torch.inference_mode()
     def step(self) -> list[Request]:
         """Make one pass of the model. Returns the requests that are finished by it."""
         parts = self.scheduler.plan()

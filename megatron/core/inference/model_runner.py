@@ -97,7 +97,7 @@ class ModelRunner:
 
     # ---- a pass
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def run(self, tokens: list[list[int]], state: SequenceState, wanted: list[int]) -> Tensor | None:
         """Read tokens behind each row of a state. Returns logits [sum of wanted, v] float32 of the last ones of each
         row, one row after the other; None on ranks without them."""

@@ -26,8 +26,10 @@ FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 def uses_kernels(*tensors: Tensor | None) -> bool:
     """Return whether kernels take these tensors: on a GPU for which Triton compiles, contiguous, in one of
     `FORMATS`."""
-    present = [tensor for tensor in tensors if tensor is not None]
     # Asked in every call of every operation: what sends the CPU away comes first. A compiler writes its own kernels.
+    if tensors[0] is not None and is_cpu(tensors[0]):
+        return False
+    present = [tensor for tensor in tensors if tensor is not None]
     if is_cpu(present[0]) or torch.compiler.is_compiling():
         return False
     fit = all(tensor.dtype in FORMATS and tensor.is_contiguous() for tensor in present)

@@ -15,7 +15,8 @@ class PagePool:
 
     def __init__(self, pages: int) -> None:
         self.pages = pages
-        # A byte for each page, 1 where it is free: stretches of free pages are found by a search for bytes.
+        # A byte for each page, 0 where it is in use: stretches of free pages are found by a search for bytes. 2 is a
+        # free one behind a sequence that may grow, taken by others only where there is none else.
         self._free = bytearray(b"\1" * pages)
         self._num_free = pages
         self._users = [0] * pages
@@ -42,7 +43,11 @@ class PagePool:
         page = -1 if before is None else before + 1
         if before is None or page >= self.pages or not self._free[page]:
             page = self._free.find(b"\1" * stretch)
-            page = self._free.find(1) if page < 0 else page
+            if page >= 0:
+                self._free[page + 1 : page + stretch] = b"\2" * (stretch - 1)
+            else:
+                page = self._free.find(1)
+                page = self._free.find(2) if page < 0 else page
         if page >= 0:
             self._free[page] = 0
             self._num_free -= 1
@@ -66,6 +71,10 @@ class PagePool:
         self._users[page] -= 1
         if self._users[page]:
             return
+        behind = page + 1
+        while behind < self.pages and self._free[behind] == 2:
+            self._free[behind] = 1
+            behind += 1
         if page in self._content_of:
             self._idle[page] = None
         else:

@@ -53,11 +53,15 @@ class HeldSequence:
 
 
 class _Span(NamedTuple):
-    """Place of the tokens of one sequence that a call reads: a stretch of memory, or pages that lie apart."""
+    """Place of the tokens that a call reads of one sequence, a stretch of memory or pages that lie apart; or of several
+    of one length, stretches that lie evenly spaced."""
 
+    rows: slice
     first: int
     tokens: int
     pages: tuple[int, ...] | None
+    distance: int = 0
+    """From the first token of a sequence to that of the next."""
 
 
 class SequenceState:
@@ -218,22 +222,20 @@ class SequenceState:
         self._spans: dict[int, list[_Span]] = {}
         return self.layout
 
-    def update(self, layer_number: int, *new: Tensor) -> list[tuple[Tensor, ...]]:
+    def update(self, layer_number: int, *new: Tensor) -> list[tuple[slice, tuple[Tensor, ...]]]:
         """See InferenceContext; returns views where a sequence's pages lie side by side."""
-        layout, group = self.layout, self._group_of.get(layer_number, self._all)
+        group = self._group_of.get(layer_number, self._all)
         if layer_number not in self._layers:
             slots = self.pools[group].pages * PAGE_TOKENS
             self._layers[layer_number] = tuple(x.new_empty((slots, *x.shape[2:])) for x in new)
         held = self._layers[layer_number]
         if group not in self._spans:
-            self._spans[group] = [
-                self._find_span(group, row, past) for row, past in zip(self.rows, layout.past, strict=True)
-            ]
+            self._spans[group] = self._find_spans(group)
             self._places[group] = self._find_places(group).to(new[0].device, non_blocking=True)
         places = self._places[group]
         for memory, x in zip(held, new, strict=True):
             memory.index_copy_(0, places, x.flatten(0, 1))
-        return [tuple(_read(memory, span) for memory in held) for span in self._spans[group]]
+        return [(span.rows, tuple([_read(memory, span) for memory in held])) for span in self._spans[group]]
 
     def _find_places(self, group: int) -> Tensor:
         """Return where in memory the tokens of the call go, int64, in their order in the call."""
@@ -247,15 +249,32 @@ class SequenceState:
         places = torch.tensor(found)
         return places if self.layout.is_packed else places.view(len(self.rows), -1).t().flatten()
 
-    def _find_span(self, group: int, row: HeldSequence, past: int) -> _Span:
+    def _find_spans(self, group: int) -> list[_Span]:
+        """Return what the tokens of a call see of each row; rows whose single tokens see stretches of one length that
+        lie evenly spaced are one."""
+        layout = self.layout
+        spans: list[_Span] = []
+        for index, (row, past, new) in enumerate(zip(self.rows, layout.past, layout.new, strict=True)):
+            span = self._find_span(group, index, row, past)
+            before = spans[-1] if spans else None
+            if before is not None and new == 1 and layout.new[index - 1] == 1 and before.tokens == span.tokens:
+                last = before.first + (index - 1 - before.rows.start) * before.distance
+                distance = span.first - last
+                if before.pages is span.pages is None and distance > 0 and before.distance in (0, distance):
+                    spans[-1] = before._replace(rows=slice(before.rows.start, index + 1), distance=distance)
+                    continue
+            spans.append(span)
+        return spans
+
+    def _find_span(self, group: int, index: int, row: HeldSequence, past: int) -> _Span:
         """Return what the tokens of a call see of a row."""
         first = self.groups[group].find_first(past)
         begin = first // PAGE_TOKENS
         pages = [page for page in row.tables[group][begin : -(-row.length // PAGE_TOKENS)] if page is not None]
         offset, tokens = first - begin * PAGE_TOKENS, row.length - first
         if pages[-1] - pages[0] == len(pages) - 1 and pages == [*range(pages[0], pages[-1] + 1)]:
-            return _Span(pages[0] * PAGE_TOKENS + offset, tokens, None)
-        return _Span(offset, tokens, tuple(pages))
+            return _Span(slice(index, index + 1), pages[0] * PAGE_TOKENS + offset, tokens, None)
+        return _Span(slice(index, index + 1), offset, tokens, tuple(pages))
 
     def read_recurrent(self, layer_number: int, *initial: Tensor) -> tuple[Tensor, ...]:
         """See InferenceContext."""
@@ -305,9 +324,11 @@ def digest_pages(tokens: Sequence[int], before: Sequence[bytes] = ()) -> list[by
 
 
 def _read(memory: Tensor, span: _Span) -> Tensor:
-    """[slots, ...] -> [tokens, 1, ...]."""
+    """[slots, ...] -> [tokens, sequences, ...]."""
     if span.pages is None:
-        return memory[span.first : span.first + span.tokens].unsqueeze(1)
+        token, *inner = memory.stride()
+        shape = (span.tokens, span.rows.stop - span.rows.start, *memory.shape[1:])
+        return memory.as_strided(shape, (token, span.distance * token, *inner), span.first * token)
     pages = memory.unflatten(0, (-1, PAGE_TOKENS))[list(span.pages)]
     return pages.flatten(0, 1)[span.first : span.first + span.tokens].unsqueeze(1)
 

@@ -120,6 +120,17 @@ class TokenLayout:
             found.append((slice(run[0], run[-1] + 1), part.unflatten(0, (len(run), tokens)).transpose(0, 1)))
         return found
 
+    def cut(self, x: Tensor, runs: Sequence[slice]) -> list[Tensor]:
+        """The tokens of some sequences after the other, of equally many tokens each: [n, sequences of the run, ...]."""
+        if not self.is_packed:
+            return list(x.split([run.stop - run.start for run in runs], dim=1)) if len(runs) > 1 else [x]
+        counts = [run.stop - run.start for run in runs]
+        parts = x.split([self.bounds[run.stop] - self.bounds[run.start] for run in runs])
+        return [
+            part if count == 1 else part.unflatten(0, (count, -1)).squeeze(2).transpose(0, 1)
+            for part, count in zip(parts, counts, strict=True)
+        ]
+
     def split(self, x: Tensor) -> list[Tensor]:
         """The tokens of each sequence, [n, 1, ...]."""
         return list(x.split(self.new) if self.is_packed else x.split(1, dim=1))

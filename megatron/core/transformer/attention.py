@@ -200,14 +200,22 @@ class Attention(MegatronModule):
         if cache is None:
             context = self._attend(query, key, value, inputs)
         else:
-            # Sequence by sequence, each with its own keys: without padding or masks, and alike whatever stands beside
-            # it. Keys are kept rotated: their positions do not change any more.
-            held = cache.update(self.layer_number, key, value)  # [t, 1, g, ...] of each
-            queries = cache.layout.split(query)
+            # Each sequence with its own keys: without padding or masks, and alike whatever stands beside it. Keys are
+            # kept rotated: their positions do not change any more.
+            held = cache.update(self.layer_number, key, value)
+            queries = cache.layout.cut(query, [rows for rows, _ in held])
             context = cache.layout.join(
-                [self._attend(q, k, v, inputs) for q, (k, v) in zip(queries, held, strict=True)]
+                [self._attend_to_held(q, k, v, inputs) for q, (_, (k, v)) in zip(queries, held, strict=True)]
             )
         return self.apply_gate(context, gate[0]) if gate else context
+
+    def _attend_to_held(self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs) -> Tensor:
+        """The core in generation: query [s, b, n, d], key [t, b, g, d], value [t, b, g, dv] -> [s, b, n * dv]."""
+        is_plain = query.shape[0] == 1 and inputs.attention_mask is None and not self.training
+        if is_plain and getattr(self.core_attention, "attends_last_tokens", False):
+            context: Tensor = self.core_attention.attend_last_token(query, key, value)
+            return context
+        return self._attend(query, key, value, inputs)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, layer_inputs: LayerInputs) -> Tensor:
         """The core, of which selective recomputation keeps only the inputs: [s, b, n * dv]."""

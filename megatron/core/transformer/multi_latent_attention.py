@@ -232,12 +232,13 @@ class MLASelfAttention(Attention):
             plain = self.config.qk_head_dim
             query = torch.cat((query[..., :plain], apply_rotary(query[..., plain:], inputs.rotation)), dim=-1)
             positions = apply_rotary(positions, inputs.rotation)
-        held, queries = cache.update(self.layer_number, latent, positions), cache.layout.split(query)
+        held = cache.update(self.layer_number, latent, positions)
+        queries = cache.layout.cut(query, [rows for rows, _ in held])
         pairs = zip(queries, held, strict=True)
-        return cache.layout.join([self._attend_to_latents(q, c, p, inputs) for q, (c, p) in pairs])
+        return cache.layout.join([self._attend_to_latents(q, c, p, inputs) for q, (_, (c, p)) in pairs])
 
     def _attend_to_latents(self, query: Tensor, latent: Tensor, positions: Tensor, inputs: LayerInputs) -> Tensor:
-        """query [s, 1, n, d + p], latent [t, 1, rk], positions [t, 1, 1, p], all rotated -> [s, 1, n * dv]."""
+        """query [s, b, n, d + p], latent [t, b, rk], positions [t, b, 1, p], all rotated -> [s, b, n * dv]."""
         if self._is_absorbed_cheaper(query.shape[0], latent.shape[0]):
             return self._attend_absorbed(query, latent, positions, inputs)
         expanded = F.linear(latent, self.linear_kv_up_proj.weight).unflatten(-1, (query.shape[2], -1))

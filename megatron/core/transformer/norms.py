@@ -326,7 +326,7 @@ class _KernelNorm(torch.autograd.Function):
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension; x [..., h], weight [h]. Computes in float32, returns x's format."""
     # Elsewhere torch has a kernel of its own, which also computes statistics in float32.
-    if is_cpu(x) and is_wide(x):
+    if is_cpu(x) and is_wide(x) and not torch.is_inference_mode_enabled():  # where nothing is kept, torch's is shorter
         result: Tensor = _FusedRMSNorm.apply(x, weight, eps)
         return result
     return F.rms_norm(x, (x.shape[-1],), weight, eps)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.core.device import is_cpu
 from megatron.core.kernels import launching
 
 
@@ -200,6 +201,10 @@ class _SplitAndRotate(torch.autograd.Function):
 
 def split_and_rotate(packed: Tensor, heads_per_group: int, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
     """`split_qkv`, then `apply_rotary` on queries and keys, in the memory of `packed`, which is overwritten."""
+    if torch.is_inference_mode_enabled() and is_cpu(packed):
+        if rotation is not None:
+            _rotate_(packed[..., :-1, :], rotation)  # a group's queries and its key lie side by side
+        return split_qkv(packed, heads_per_group)
     result: tuple[Tensor, Tensor, Tensor] = _SplitAndRotate.apply(packed, heads_per_group, rotation)
     return result
 

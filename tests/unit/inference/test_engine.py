@@ -12,12 +12,13 @@ import torch
 
 from megatron.core.errors import ConfigError
 from megatron.core.inference.engine import Engine, EngineSettings
+from megatron.core.inference.generate import generate
 from megatron.core.inference.request import Request, TokenLogprobs
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.speculation import Drafter, ModelDrafter, PredictionDrafter, PromptLookup
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.sequences.state import PAGE_TOKENS
-from tests.support.gpt_models import VOCAB_SIZE
+from tests.support.gpt_models import VOCAB_SIZE, build_model
 from tests.unit.inference import test_unequal_prompts
 from tests.unit.inference.test_unequal_prompts import KINDS
 
@@ -207,6 +208,15 @@ def test_draws_depend_on_the_seed_alone() -> None:
     cramped.run([*others, request])
     assert request.preemptions > 0
     assert request.new_tokens == alone.new_tokens
+
+
+def test_training_goes_on_with_a_model_that_has_written() -> None:
+    """What the model keeps from generation, such as a table of angles, is fit for gradients."""
+    model = build_model("--position-embedding-type rope --swiglu --normalization RMSNorm --no-rope-fusion")
+    generate(model, [[1, 2, 3]], max_new_tokens=4, sampling=Sampling(greedy=True))
+    ids = torch.arange(6).unsqueeze(0)
+    model.train()(ids, ids, labels=ids).mean().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_what_changes_logits() -> None:

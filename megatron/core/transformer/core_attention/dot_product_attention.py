@@ -24,6 +24,7 @@ from megatron.core.transformer.core_attention.interface import (
     CoreAttention,
     Visible,
 )
+from megatron.core.transformer.core_attention.query_blocks import CPUAttention
 from megatron.core.transformer.core_attention.select import build_core_attention
 from megatron.core.transformer.initialisers import sink_initialiser
 from megatron.core.transformer.module import MegatronModule
@@ -118,6 +119,17 @@ class DotProductAttention(MegatronModule):
         if packed_seq_params is not None:
             return self._attend_within_documents(inputs, packed_seq_params)
         return self._attend(self.backend, inputs)
+
+    @property
+    def attends_last_tokens(self) -> bool:
+        """Return True where `attend_last_token` is the short way of what `forward` computes of a single token."""
+        is_own = type(self).forward is DotProductAttention.forward  # a program's subclass may have another one
+        return is_own and isinstance(self.backend, CPUAttention)
+
+    def attend_last_token(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See CPUAttention; keys are those that the token sees."""
+        assert isinstance(self.backend, CPUAttention)
+        return self.backend.attend_last_token(query, key, value)
 
     @outside_of_graphs  # a graph would be made for these bounds, and again for those of every other batch
     def _attend_within_documents(self, inputs: AttentionInputs, packed_seq_params: PackedSeqParams) -> Tensor:

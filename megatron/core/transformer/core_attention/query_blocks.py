@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.device import is_cpu
@@ -82,6 +83,21 @@ class CPUAttention(AttentionBackend):
         if is_plain and _fits(query, key) and not (inputs.training and self.options.dropout):
             return blocked_causal_attention(query, key, inputs.value, self.options.scale).flatten(2)
         return self.otherwise(inputs)
+
+    def attend_last_token(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The last token of each sequence, from which only a window or a chunk hides keys: query [1, b, n, d], key
+        [t, b, g, d], value [t, b, g, dv] -> [1, b, n * dv]."""
+        tokens, batch, groups = key.shape[:3]
+        window, chunk = self.options.window, self.options.chunk
+        first = 0 if window is None else max(0, tokens - 1 - window)
+        first = first if chunk is None else max(first, (tokens - 1) // chunk * chunk)
+        if first:
+            key, value = key[first:], value[first:]
+        # The heads of a group as so many queries: its keys are read once.
+        q = query.reshape(batch, groups, -1, query.shape[3])
+        k, v = key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
+        context = F.scaled_dot_product_attention(q, k, v, scale=self.options.scale)  # [b, g, n / g, dv]
+        return context.reshape(1, batch, -1)
 
 
 def _fits(query: Tensor, key: Tensor) -> bool:

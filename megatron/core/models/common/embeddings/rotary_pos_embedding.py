@@ -129,8 +129,9 @@ class RotaryEmbedding(nn.Module):
         if self._table is None or self._table[0].shape[0] < end or self._table[0].device != device:
             known = 0 if self._table is None else self._table[0].shape[0]
             # Generation makes positions grow by one: twice the table each time, instead of a new one for every token.
-            angles = self.compute_angles(max(end, 2 * known if known < end and layout is not None else end))
-            self._table = tuple((x * self.magnitude).to(device) for x in (angles.cos(), angles.sin()))
+            with torch.inference_mode(False):  # training may read the table of an evaluation
+                angles = self.compute_angles(max(end, 2 * known if known < end and layout is not None else end))
+                self._table = tuple((x * self.magnitude).to(device) for x in (angles.cos(), angles.sin()))
         cos, sin = (x[end - length : end] for x in self._table)
         if layout is not None and layout.is_packed:
             cos, sin = (x[layout.move_places(device)[0]] for x in self._table)
