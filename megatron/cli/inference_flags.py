@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags of upstream's inference engine that this one has no use for: read with a note that says why, or refused.
+"""Flags that upstream's scripts start a server with and that have no effect here: read with a note, or refused.
 
-How many values they take stands in the table of former flags, since command lines of training may have them, too.
+Of its engine's flags a note says why; how many values they take stands in the table of former flags, since command
+lines of training may have them, too. Flags of training describe the model once more: the checkpoint's settings are
+used, and a note names those that are others.
 """
 
 from __future__ import annotations
@@ -9,7 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megatron.core.errors import ConfigError
+from megatron.training.config.container import RunConfig
+from megatron.training.config.run_groups import groups_of_fields
+from megatron.training.flags.declarations import flags_by_spelling
 from megatron.training.flags.flag import formers_by_name
+from megatron.training.flags.given import ParsedFlags
+from megatron.training.flags.parser import read_command_line
 
 _BEGIN = "--inference-dynamic-batching-"
 _NOTES: dict[str, tuple[str, ...]] = {
@@ -73,3 +80,36 @@ def read_upstream_flags(words: Sequence[str], strange: str) -> Iterator[str]:
         if several and not value and (not rest or rest.pop(0).startswith("--")):
             raise ConfigError(f"{name} needs a value{strange}")
         yield f"{name} {reasons[name]}"
+
+
+def take_training_flags(words: Sequence[str]) -> tuple[list[str], ParsedFlags]:
+    """Divide a rest of a command line: words that are none of training's flags, and what those of training say. Raises
+    ConfigError for values that cannot be read."""
+    engine = {*_REFUSED, *(flag for flags in _NOTES.values() for flag in flags)}
+    training = ({*flags_by_spelling()} | {*formers_by_name()}) - engine
+    rest: list[str] = []
+    taken: list[str] = []
+    now = rest
+    for word in words:
+        if word.startswith("--"):
+            now = taken if word.partition("=")[0] in training else rest
+        now.append(word)
+    parsed = ParsedFlags()
+    read_command_line(taken, parsed)
+    if parsed.problems:
+        raise ConfigError([problem.text for problem in parsed.problems])
+    return rest, parsed
+
+
+def compare_with_checkpoint(parsed: ParsedFlags, config: RunConfig) -> Iterator[str]:
+    """Yield a note on each setting of the model and the tokenizer that the checkpoint has another value of, and one on
+    the flags that say nothing about them."""
+    others = []
+    for dest, given in parsed.given.items():
+        group = groups_of_fields().get(dest)
+        if group not in ("model", "tokenizer"):
+            others.append(given.written.split()[0])
+        elif (own := getattr(getattr(config, group), dest)) != given.value:
+            yield f"{given.written}: the checkpoint has {own}, which is used"
+    if others:
+        yield f"without effect where text is written: {', '.join(others)}"

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.cli.inference_flags import read_upstream_flags
+from megatron.cli.inference_flags import compare_with_checkpoint, read_upstream_flags, take_training_flags
 from megatron.cli.trained import add_model_arguments, open_model, speaks
 from megatron.core.errors import ConfigError, TemporaryError, command_line, say
 from megatron.training.flags.argument import ProgramParser, path
@@ -52,6 +52,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--inference-logging-step-interval", metavar="N", type=int, default=0, help="a line every N passes (0: none)")
     _add_engine_arguments(parser)
     arguments, rest = parser.parse_known_args(argv)
+    rest, arguments.training_flags = take_training_flags(rest)
     arguments.notes = [*read_upstream_flags(rest, parser.see)]
     if not 0 <= arguments.port < 65536:
         raise ConfigError(f"--port {arguments.port} must be 0 to 65535")
@@ -194,6 +195,8 @@ def serve(arguments: argparse.Namespace, environment: dict[str, str]) -> int:
         say("warning: everybody who reaches this address may use the model; give --api-key", sys.stderr)
     try:
         with open_model(arguments) as trained:
+            for note in compare_with_checkpoint(arguments.training_flags, trained.config):
+                say(f"note: {note}", sys.stderr)
             engine, application.served = build_engine(arguments, trained)
             if service.state == "loading":
                 say(f"ready: {application.served.name} at {address}", sys.stderr)

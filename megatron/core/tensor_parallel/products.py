@@ -445,7 +445,6 @@ def is_wide(x: Tensor) -> bool:
 #
 # Where nothing is trained, few tokens times a large weight are oneDNN's, too: with 8192 x 512 one token takes 0.83 as
 # long as with MKL, two or three down to a third.
-#
 # Which kernel multiplies depends on the processor and the shapes alone, so that a run repeats itself bit by bit.
 
 _LEAST_LENGTH = 64

@@ -7,7 +7,7 @@ import argparse
 
 import pytest
 
-from megatron.cli.inference_flags import read_upstream_flags
+from megatron.cli.inference_flags import compare_with_checkpoint, read_upstream_flags
 from megatron.cli.serve import build_engine, parse_arguments
 from megatron.core.errors import ConfigError
 from megatron.core.inference.engine import Engine
@@ -82,10 +82,22 @@ def test_every_other_flag_of_upstreams_engine_is_noted_or_refused(trained: Train
     assert len(own) == 10  # those above but for the one of which 1 is no value
     for words, problem in (
         (["--inference-coordinator-port"], "needs a value"),
-        (["--num-layers", "2"], "unrecognized"),
+        (["--num-lears", "2"], "unrecognized"),
+        (["--num-layers", "two"], "--num-layers"),
     ):
         with pytest.raises(ConfigError, match=problem):
             parse(trained, *words)
+
+
+def test_flags_of_training_are_compared_with_the_checkpoint(trained: TrainedModel) -> None:
+    """Upstream's scripts describe the model once more."""
+    layers = trained.config.model.num_layers
+    flags = f"--num-layers {layers} --hidden-size=7 --micro-batch-size 1 --use-checkpoint-args --max-tokens-to-oom 9"
+    arguments = parse(trained, *flags.split())
+    assert len(arguments.notes) == 1 and arguments.notes[0].startswith("--max-tokens-to-oom")
+    other, idle = compare_with_checkpoint(arguments.training_flags, trained.config)
+    assert other == f"--hidden-size 7: the checkpoint has {trained.config.model.hidden_size}, which is used"
+    assert idle == "without effect where text is written: --micro-batch-size, --use-checkpoint-args"
 
 
 def test_a_line_every_few_passes(trained: TrainedModel, capsys: pytest.CaptureFixture[str]) -> None:
