@@ -323,9 +323,12 @@ def get_position_embedding_group(check_initialized: bool = True) -> Any:
     return _find("pos_embd", check_initialized)
 
 
-def is_rank_in_embedding_group() -> bool:
-    """Return whether this process holds input or output embeddings."""
-    return _groups().embd is not None
+def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Return whether this process holds input or output embeddings; unless ignore_virtual, whether its chunk
+    `vp_stage` does."""
+    if ignore_virtual or _groups().embd is None:
+        return _groups().embd is not None
+    return is_pipeline_first_stage(False, vp_stage) or is_pipeline_last_stage(False, vp_stage, VirtualPipeline.size)
 
 
 def is_rank_in_position_embedding_group() -> bool:
@@ -336,29 +339,38 @@ def is_rank_in_position_embedding_group() -> bool:
 # ---- data and context parallelism
 
 
-def get_data_parallel_group(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
+def get_data_parallel_group(
+    with_context_parallel: bool = False,
+    with_gtp_remat: bool = False,
+    partial_data_parallel: bool = False,
+    check_initialized: bool = True,
+) -> Any:
     """The processes that hold the same shard of the model. partial_data_parallel: that divide one copy of the
-    optimizer's state."""
+    optimizer's state. with_gtp_remat: the same here, where gtp_remat_size is always 1."""
     name = "dp_cp" if with_context_parallel else "dp"
     if partial_data_parallel:
         name = "optimizer_shards"
-    return _find(name, True)
+    return _find(name, check_initialized)
 
 
 def get_data_parallel_group_gloo(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
     """The same processes, for objects that are gathered on the host: the one group that they have."""
-    return get_data_parallel_group(with_context_parallel, partial_data_parallel)
+    return get_data_parallel_group(with_context_parallel, partial_data_parallel=partial_data_parallel)
 
 
-def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
-    """Number of processes that hold the same shard of the model."""
-    size: int = get_data_parallel_group(with_context_parallel).size()
+def get_data_parallel_world_size(
+    with_context_parallel: bool = False, with_gtp_remat: bool = False, partial_data_parallel: bool = False
+) -> int:
+    """Number of processes that hold the same shard of the model; the arguments are get_data_parallel_group's."""
+    size: int = get_data_parallel_group(with_context_parallel, with_gtp_remat, partial_data_parallel).size()
     return size
 
 
-def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
-    """This process's place among those that hold the same shard of the model."""
-    rank: int = get_data_parallel_group(with_context_parallel).rank()
+def get_data_parallel_rank(
+    with_context_parallel: bool = False, with_gtp_remat: bool = False, partial_data_parallel: bool = False
+) -> int:
+    """This process's place among those that hold the same shard of the model; arguments as above."""
+    rank: int = get_data_parallel_group(with_context_parallel, with_gtp_remat, partial_data_parallel).rank()
     return rank
 
 
@@ -439,20 +451,26 @@ def get_expert_tensor_parallel_rank() -> int:
     return _groups().expt_tp.rank()
 
 
-def get_expert_data_parallel_group(check_initialized: bool = True, partial_expert_data_parallel: bool = False) -> Any:
+def get_expert_data_parallel_group(
+    check_initialized: bool = True, with_gtp_remat: bool = False, partial_expert_data_parallel: bool = False
+) -> Any:
     """The processes that hold the same expert shard. partial_expert_data_parallel: that divide one copy of its
-    optimizer's state."""
+    optimizer's state. with_gtp_remat: as for get_data_parallel_group."""
     return _find("expert_optimizer_shards" if partial_expert_data_parallel else "expt_dp", check_initialized)
 
 
-def get_expert_data_parallel_world_size() -> int:
-    """Return how many processes hold the same expert shard."""
-    return _groups().expt_dp.size()
+def get_expert_data_parallel_world_size(
+    with_gtp_remat: bool = False, partial_expert_data_parallel: bool = False
+) -> int:
+    """Return how many processes hold the same expert shard; arguments as above."""
+    size: int = get_expert_data_parallel_group(True, with_gtp_remat, partial_expert_data_parallel).size()
+    return size
 
 
-def get_expert_data_parallel_rank() -> int:
-    """This process's place among those that hold the same expert shard."""
-    return _groups().expt_dp.rank()
+def get_expert_data_parallel_rank(with_gtp_remat: bool = False, partial_expert_data_parallel: bool = False) -> int:
+    """This process's place among those that hold the same expert shard; arguments as above."""
+    rank: int = get_expert_data_parallel_group(True, with_gtp_remat, partial_expert_data_parallel).rank()
+    return rank
 
 
 def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> Any:

@@ -337,7 +337,7 @@ def deferred_and_wide() -> tuple[list[int], int, bool, Tensor, Tensor]:
     wide = ColumnParallelLinear(8, 16, config=config, init_method=normal(0.5), bias=False, tp_group=group)
     initialise_parameters(wide, seed=1)
     wide.product = Matmul(out_dtype=torch.float32)
-    outside = wide.product.forward(gather_from_sequence_parallel_region(tokens.bfloat16(), group), wide.weight)
+    outside = wide.product.forward(gather_from_sequence_parallel_region(tokens.bfloat16(), group=group), wide.weight)
     inside, _ = wide(tokens.bfloat16())
     return counts, kept, torch.equal(usual, layer.weight.grad), outside.detach(), inside.detach()
 

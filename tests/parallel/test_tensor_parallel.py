@@ -100,7 +100,7 @@ def test_mappings_and_their_transposes() -> None:
 
     def check(mapping, own, expected, expected_grad):  # type: ignore[no-untyped-def]
         leaf = own.clone().requires_grad_()
-        output = mapping(leaf, group)
+        output = mapping(leaf, group=group)
         torch.testing.assert_close(output, expected)
         (output * weight[: output.shape[0], : output.shape[1]]).sum().backward()
         torch.testing.assert_close(leaf.grad, expected_grad)

@@ -181,7 +181,7 @@ class Pieces:
 
     def _gather(self, x: Tensor) -> Tensor:
         """[2, ...] of each rank -> [pieces, ...] in the order of the sequence."""
-        gathered = gather_from_sequence_parallel_region(x.contiguous(), self.group)
+        gathered = gather_from_sequence_parallel_region(x.contiguous(), group=self.group)
         size = self.group.size()
         order = [piece for rank in range(size) for piece in list_pieces_of_rank(rank, size)]
         return torch.stack([gathered[order.index(piece)] for piece in range(self._count)])

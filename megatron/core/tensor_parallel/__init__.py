@@ -21,6 +21,7 @@ _DEFINED_IN = {
     "scatter_to_tensor_model_parallel_region": "mappings",
     "vocab_parallel_cross_entropy": "cross_entropy",
     "CudaRNGStatesTracker": "random",
+    "CheckpointWithoutOutput": "random",
     "checkpoint": "random",
     "get_cuda_rng_tracker": "random",
     "model_parallel_cuda_manual_seed": "random",

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.collectives import all_gather_into_tensor, all_reduce, reduce_scatter_tensor
+from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 
 _Step = Callable[[Tensor, Group], Tensor]
@@ -124,16 +125,31 @@ def scatter_to_sequence_parallel_region(input_: Tensor, group: Group | None = No
 
 
 def gather_from_sequence_parallel_region(
-    input_: Tensor, group: Group | None = None, tensor_parallel_output_grad: bool = True
+    input_: Tensor,
+    tensor_parallel_output_grad: bool = True,
+    group: Group | None = None,
+    output_split_sizes: None = None,
+    use_global_buffer: bool = False,
 ) -> Tensor:
     """[s / tp, ...] -> [s, ...].
 
     tensor_parallel_output_grad: each rank goes on with its own part of the work, so gradients are summed while they are
-    scattered; False where every rank does the same with the result.
+    scattered; False where every rank does the same with the result. use_global_buffer: no other result. Raises
+    ConfigError for output_split_sizes: ranks have parts of one length.
     """
+    _refuse_sizes("output_split_sizes", output_split_sizes)
     return _apply(input_, group, _gather_first, _reduce_scatter_first if tensor_parallel_output_grad else _slice_first)
 
 
-def reduce_scatter_to_sequence_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
-    """Sum the ranks' partial sums [s, ...] and keep this rank's part of the sequence, [s / tp, ...]."""
+def reduce_scatter_to_sequence_parallel_region(
+    input_: Tensor, group: Group | None = None, input_split_sizes: None = None, use_global_buffer: bool = False
+) -> Tensor:
+    """Sum the ranks' partial sums [s, ...] and keep this rank's part of the sequence, [s / tp, ...]. The last two as
+    above."""
+    _refuse_sizes("input_split_sizes", input_split_sizes)
     return _apply(input_, group, _reduce_scatter_first, _gather_first)
+
+
+def _refuse_sizes(name: str, sizes: object) -> None:
+    if sizes is not None:
+        raise ConfigError(f"{name}={sizes} is not done here: every rank has as much; leave it out, and pad")

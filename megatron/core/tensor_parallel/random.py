@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron.core.device import get_device_rng_state, get_rng_state, set_device_rng_state, set_rng_state
 from megatron.core.device_graphs import is_recording
+from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.kept_activations import Divided, keep_as, set_aside
 from megatron.core.tensor_parallel.offloaded_activations import suspended
@@ -118,8 +119,12 @@ class CudaRNGStatesTracker:
 _TRACKER = CudaRNGStatesTracker()
 
 
-def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
-    """Return the one tracker of this process."""
+def get_cuda_rng_tracker(
+    use_te_rng_tracker: bool = False, inference_rng_tracker: bool = False, use_cudagraphable_rng: bool = False
+) -> CudaRNGStatesTracker:
+    """Return the one tracker of this process. Raises RuntimeError where another library's is asked for."""
+    if use_te_rng_tracker or inference_rng_tracker or use_cudagraphable_rng:
+        raise RuntimeError("random streams have one tracker, torch's generators; leave out te_rng_tracker and the like")
     return _TRACKER
 
 
@@ -132,19 +137,19 @@ def model_parallel_cuda_manual_seed(
     ep_rank: int | None = None,
     etp_rank: int | None = None,
     *,
+    force_reset_rng: bool = True,
     pg_collection: ProcessGroupCollection | None = None,
     tracker: CudaRNGStatesTracker | None = None,
 ) -> None:
     """Seed the default stream with `seed`, and the named ones so that they differ between ranks that must differ.
 
     tp_rank, ep_rank, etp_rank: this process's place in the tensor-parallel, expert-parallel and expert-tensor-parallel
-    group; that of `pg_collection` when None. The three booleans, of upstream's signature, ask for trackers of other
-    libraries; RuntimeError when one is set.
+    group; that of `pg_collection` when None. force_reset_rng: streams begin anew in any case. The three booleans are
+    those of `get_cuda_rng_tracker`.
     """
-    if te_rng_tracker or inference_rng_tracker or use_cudagraphable_rng:
-        raise RuntimeError("random streams have one tracker, torch's generators; leave out te_rng_tracker and the like")
+    own = get_cuda_rng_tracker(te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
     groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
-    tracker = tracker if tracker is not None else get_cuda_rng_tracker()
+    tracker = tracker if tracker is not None else own
     tp_rank = groups.tp.rank() if tp_rank is None else tp_rank
     ep_rank = groups.ep.rank() if ep_rank is None else ep_rank
     etp_rank = groups.expt_tp.rank() if etp_rank is None else etp_rank
@@ -201,6 +206,84 @@ def checkpoint(
                 _together(tracker.rewound(states, decisions), suspended(), set_aside()),
             ),
         )
+
+
+class CheckpointWithoutOutput:
+    """Like `checkpoint`, but the output is let go of as well, once what reads it has run: backward computes it again
+    first.
+
+        part = CheckpointWithoutOutput()
+        x = part.checkpoint(norm, hidden)
+        y = product(x)
+        part.discard_output_and_register_recompute(y)
+
+    Gradients of y must come before anything in backward reads x, and nobody may read x later in forward.
+    """
+
+    def __init__(self, fp8: object = None) -> None:
+        if fp8:
+            raise ConfigError("CheckpointWithoutOutput has no 8-bit numbers for parts of others; leave fp8 out")
+        self._recompute: Callable[[], None] | None = None
+        self._outputs: tuple[Tensor, ...] = ()
+
+    def checkpoint(self, run_function: Callable[..., Any], *args: Any) -> Any:
+        """run_function(*args), a tensor or a tuple of them, of which only the arguments are kept."""
+        if not torch.is_grad_enabled():
+            return run_function(*args)
+        outputs = _WithoutOutput.apply(self, run_function, *args)  # type: ignore[no-untyped-call]
+        self._outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return outputs
+
+    def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
+        """Free the output's memory until the gradient of `hook_tensor` is there."""
+        if self._recompute is None or not hook_tensor.requires_grad:
+            return
+        for output in self._outputs:
+            output.untyped_storage().resize_(0)
+        hook_tensor.register_hook(lambda _: self.recompute())
+
+    def recompute(self) -> None:
+        """Compute the output again, in the memory that it had; once."""
+        again, self._recompute = self._recompute, None
+        if again is not None:
+            again()
+        self._outputs = ()
+
+
+class _WithoutOutput(torch.autograd.Function):
+    """The function without its graph; the graph is made by the part's `recompute`."""
+
+    @staticmethod
+    def forward(ctx: Any, part: CheckpointWithoutOutput, function: Callable[..., Any], *args: Any) -> Any:
+        tracker = get_cuda_rng_tracker()
+        ctx.part, ctx.again = part, None
+        streams, default, decisions = dict(tracker._states), get_rng_state(), list[Any]()
+        with tracker.noting(decisions):
+            outputs = function(*args)
+        given = outputs if isinstance(outputs, tuple) else (outputs,)
+
+        def again() -> None:
+            ctx.inputs = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in args]
+            outside = get_rng_state()
+            set_rng_state(default)
+            with torch.enable_grad(), tracker.rewound(streams, decisions):
+                computed = function(*ctx.inputs)
+            set_rng_state(outside)
+            ctx.again = computed if isinstance(computed, tuple) else (computed,)
+            for output, new in zip(given, ctx.again, strict=True):
+                output.untyped_storage().resize_(output.nbytes)
+                # Past autograd, which counts changes of what it has kept.
+                output.data.copy_(new.detach())
+
+        part._recompute = again
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
+        ctx.part.recompute()
+        pairs = [(x, grad) for x, grad in zip(ctx.again, grads, strict=True) if x.requires_grad]
+        torch.autograd.backward([x for x, _ in pairs], [grad for _, grad in pairs])
+        return None, None, *(x.grad if isinstance(x, Tensor) else None for x in ctx.inputs)
 
 
 @contextlib.contextmanager

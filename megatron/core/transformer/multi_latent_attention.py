@@ -196,9 +196,9 @@ class MLASelfAttention(Attention):
         latent, positions = packed.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
         # Each rank's heads give a part of the gradient of what all heads share: it is summed over the ranks.
         if config.sequence_parallel:
-            positions = gather_from_sequence_parallel_region(positions, tp_group)
+            positions = gather_from_sequence_parallel_region(positions, group=tp_group)
         else:
-            positions = copy_to_tensor_model_parallel_region(positions, tp_group)
+            positions = copy_to_tensor_model_parallel_region(positions, group=tp_group)
         if self.kv_layernorm is not None:
             latent = self.kv_layernorm(latent)
         return query_latent, latent, positions.unsqueeze(2)
@@ -226,7 +226,7 @@ class MLASelfAttention(Attention):
         query_latent, latent, positions = self._make_latents(hidden_states)
         query = self._make_queries(query_latent)
         if self.config.sequence_parallel:
-            latent = gather_from_sequence_parallel_region(latent, self.groups.tp)
+            latent = gather_from_sequence_parallel_region(latent, group=self.groups.tp)
         # Rotated before they are kept: their positions do not change any more.
         if inputs.rotation is not None:
             plain = self.config.qk_head_dim

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from megatron.core.errors import ConfigError
 from megatron.core.plan.stages import build_pipeline_layout, build_virtual_stages, parse_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.moe.routing import choose_experts
 from megatron.core.transformer.own_stage import find_own_stage
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -86,7 +85,7 @@ def topk_routing_with_score_function(
     score_function: str = "softmax",
     expert_bias: Tensor | None = None,
     fused: bool = False,
-    router_replay: Any = None,
+    router_replay: RouterReplay | None = None,
     dense_output: bool = False,
     precomputed_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -94,10 +93,14 @@ def topk_routing_with_score_function(
 
     Returns (weights [T, E], 0 where an expert is not chosen; map [T, E] bool), or with dense_output (weights [T, k],
     numbers of experts [T, k]). expert_bias: [E], added to scores for the choice. fused: no other way exists here.
-    Raises ConfigError for router_replay and precomputed_indices, which are not supported.
+    precomputed_indices: [T, k], the choice. router_replay: gives the choice, or records it. Raises ConfigError for a
+    router_replay of another class than RouterReplay.
     """
-    if router_replay is not None or precomputed_indices is not None:
-        raise ConfigError("the router chooses experts itself; leave out router_replay and precomputed_indices")
+    if not isinstance(router_replay, RouterReplay | None):
+        raise ConfigError("router_replay must be a RouterReplay of megatron.core.transformer.moe.router_replay")
+    given = precomputed_indices
+    if given is None and router_replay is not None:
+        given = router_replay.take(len(logits), topk)
     config = TransformerConfig(
         num_layers=1,
         hidden_size=8,
@@ -110,7 +113,9 @@ def topk_routing_with_score_function(
         moe_router_topk_scaling_factor=scaling_factor,
         moe_router_score_function=score_function,  # type: ignore[arg-type]
     )
-    routing = choose_experts(logits, config, expert_bias)
+    routing = choose_experts(logits, config, expert_bias, given)
+    if router_replay is not None:
+        router_replay.note(routing.experts)
     if dense_output:
         return routing.weights, routing.experts
     weights = torch.zeros_like(logits, dtype=routing.weights.dtype).scatter(1, routing.experts, routing.weights)

@@ -24,7 +24,6 @@ def _all(sentence: str, *names: str) -> dict[str, str]:
     return dict.fromkeys(names, sentence)
 
 
-_TO_REPLAY = _all(_REPLAY, "RouterReplay", "RouterReplayAction")
 _SPECS = (
     "DSAIndexer", "_get_backend_spec_provider", "get_dsa_module_spec_for_backend", "is_linear_attention_variant",
     "get_transformer_block_with_experimental_attention_variant_spec",
@@ -106,9 +105,6 @@ REFUSED: dict[str, dict[str, str]] = {
     ),
     "megatron.core.ssm.mamba_context_parallel": _all(_HYBRID, "_undo_attention_load_balancing"),
     "megatron.core.ssm.mamba_mixer": _all(_HYBRID, "ExtendedRMSNorm", "_split_tensor_factory"),
-    "megatron.core.tensor_parallel": _all(
-        "megatron.core.tensor_parallel.checkpoint computes a part again in backward", "CheckpointWithoutOutput"
-    ),
     "megatron.core.transformer.cuda_graphs": _all(_GRAPHS, "CudaGraphManager"),
     "megatron.core.transformer.enums": _all(_GRAPHS, "InferenceCudaGraphScope"),
     "megatron.core.transformer.experimental_attention_variant.dsa": _all(
@@ -123,7 +119,6 @@ REFUSED: dict[str, dict[str, str]] = {
         _BALANCE, "clear_aux_losses_tracker", "get_moe_layer_wise_logging_tracker",
         "reduce_aux_losses_tracker_across_ranks", "track_moe_metrics",
     ),
-    "megatron.core.transformer.moe.router_replay": _TO_REPLAY,
     "megatron.core.transformer.utils": _all(_GRAPHS, "toggle_cuda_graphs"),
 }  # fmt: skip
 

@@ -82,6 +82,7 @@ def restore(run: Run, path: Path, common: CommonState, *, with_optimizer: bool, 
         return
     run.progress.iteration = common.iteration
     run.progress.consumed_train_samples = common.consumed_train_samples
+    run.progress.floating_point_operations = common.floating_point_operations
     # Ours have a manifest also where they are in upstream's formats.
     is_ours = any((directory / MANIFEST_NAME).is_file() for directory in (path, path.parent.parent))
     origin, checks = ("", "") if is_ours else (", which upstream wrote", "it has no checksums to verify, and ")

@@ -89,7 +89,8 @@ def _upstream_value(name: str, value: Any) -> Any:
 
 def build_common(run: Run) -> dict[str, Any]:
     """Return what both formats hold, but for the optimizer's state and random numbers."""
-    flops = (run.flops_per_token or 0.0) * run.seq_length * run.progress.consumed_train_samples
+    counted = (run.flops_per_token or 0.0) * run.seq_length * run.progress.consumed_train_samples
+    flops = counted or run.progress.floating_point_operations
     common: dict[str, Any] = {
         "args": build_args(run.config, run.progress, run.recipe.padded_vocab_size),
         "checkpoint_version": CHECKPOINT_VERSION,

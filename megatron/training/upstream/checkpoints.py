@@ -84,10 +84,10 @@ def save_checkpoint(
     model: wrapped or bare. optimizer, opt_param_scheduler: None to save weights alone. args.consumed_train_samples says
     which samples come next; from the iteration and the global batch sizes where it is missing. args.save and the other
     settings count as they are now. non_persistent_ckpt: save where only the newest stays, as
-    --non-persistent-save-interval does. num_floating_point_operations_so_far, checkpointing_context, the ranks, whether
-    there are several, groups of processes and train_data_iterator: of upstream's signature; the process groups and
-    args.consumed_train_samples say all of it. Raises ConfigError without args.save, for release and for
-    preprocess_common_state_dict_fn; StorageError.
+    --non-persistent-save-interval does. num_floating_point_operations_so_far: load_checkpoint returns it.
+    checkpointing_context, the ranks, whether there are several, groups of processes and train_data_iterator: of
+    upstream's signature; the process groups and args.consumed_train_samples say all of it. Raises ConfigError without
+    args.save, for release and for preprocess_common_state_dict_fn; StorageError.
     """
     if release or preprocess_common_state_dict_fn is not None:
         raise ConfigError(
@@ -98,6 +98,7 @@ def save_checkpoint(
     args = get_args()
     parts = _parts(args, model, optimizer, opt_param_scheduler)
     parts.progress.iteration = iteration
+    parts.progress.floating_point_operations = float(num_floating_point_operations_so_far)
     # Upstream's scripts count it in args while they train.
     consumed = getattr(args, "consumed_train_samples", None)
     if not consumed:
@@ -140,8 +141,9 @@ def load_checkpoint(
     checkpointing_context: Any = None,
     skip_load_to_model_and_opt: bool = False,
     **groups: Any,
-) -> tuple[int, int]:
-    """Fill all three from what args.load holds; returns (iterations done, 0 for the floating-point operations so far).
+) -> tuple[int, float]:
+    """Fill all three from what args.load holds; returns (iterations done, floating-point operations so far, as they
+    were saved by such a loop; 0.0 otherwise).
 
     ddp_model: wrapped or bare. optimizer, opt_param_scheduler: None to load weights alone. args.consumed_train_samples
     then says which samples come next. load_arg: "load" only. strict: tensors that the model lacks are always refused.
@@ -158,7 +160,7 @@ def load_checkpoint(
     parts = _parts(args, ddp_model, optimizer, opt_param_scheduler)
     save_and_load.load_checkpoint(parts)  # type: ignore[arg-type]
     args.iteration, args.consumed_train_samples = parts.progress.iteration, parts.progress.consumed_train_samples
-    return parts.progress.iteration, 0
+    return parts.progress.iteration, parts.progress.floating_point_operations
 
 
 def get_checkpoint_name(

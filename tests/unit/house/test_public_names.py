@@ -26,8 +26,6 @@ OTHER_PARAMETERS = {
     "MegatronOptimizer": "made by get_megatron_optimizer, never by its constructor",
     "MegatronTokenizerText": "an abstract class",
     "MockGPTDataset": "the same six in the same order; the first and the third are called as those of GPTDataset",
-    "TopKRouter": "made by its layer, whose number it needs",
-    "gather_from_sequence_parallel_region": "the group is second, as in its siblings; the two are given by name",
     "pretrain": "upstream's signature before it took a container of configs; all are given by name",
 }
 """Names whose parameters differ from upstream's in more than being fewer, and why."""
@@ -44,8 +42,8 @@ LEFT_OUT = {
     "micro_batch_size seq_length mtp_on_this_rank pipeline_model_parallel_size is_pipeline_first_stage "
     "is_pipeline_last_stage",
     "load_checkpoint": "tp_group pp_group dp_cp_group dp_group expt_dp_group rng_state_key_prefix",
-    "model_parallel_cuda_manual_seed": "gtp_remat_rank egtp_remat_rank force_reset_rng gtp_remat_world_size "
-    "egtp_remat_world_size",
+    "TopKRouter": "is_mtp_layer",
+    "model_parallel_cuda_manual_seed": "gtp_remat_rank egtp_remat_rank gtp_remat_world_size egtp_remat_world_size",
     "save_checkpoint": "tp_group pp_group dp_cp_group dp_group expt_dp_group rng_state_key_prefix",
     "train_step": "pg_collection p2p_communicator",
     "training_log": "max_attention_logit pg_collection is_first_iteration seqlen_squared_sum_in_batch "

@@ -150,6 +150,75 @@ def test_experts() -> None:
     torch.testing.assert_close(wide, F.linear(randn(9, 6).double(), randn(8, 6).double()))
 
 
+def test_choices_are_recorded_and_given_back() -> None:
+    replay, action = use("transformer.moe.router_replay", "RouterReplay", "RouterReplayAction")
+    replay.clear_global_router_replay_instances()
+    config = TransformerConfig(**SHAPE, num_moe_experts=4, moe_router_topk=2, moe_enable_routing_replay=True)
+    router = use("transformer.moe.router", "TopKRouter")(config=config, pg_collection=ProcessGroupCollection.current())
+    router.set_layer_number(2)
+    nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(1))
+    x = randn(5, 2, 72)
+    replay.set_global_router_replay_action(action.RECORD)
+    chosen = router(x).experts
+    assert replay.global_router_replay_instances == [router.router_replay]
+    assert torch.equal(replay.get_recorded_data()[0], chosen)
+    replay.set_global_router_replay_action(action.REPLAY_FORWARD)
+    replay.set_replay_data([chosen.flip(0)])
+    given = router(x)
+    assert torch.equal(given.experts, chosen.flip(0))
+    torch.testing.assert_close(given.weights, router.compute_logits(x).gather(1, given.experts).softmax(-1))
+    replay.clear_global_indices()
+    with pytest.raises(ConfigError, match=r"set_target_indices\(\) takes \[10, 2\]"):
+        router(x)
+    with pytest.raises(ConfigError, match="choices of 0 routers"):
+        replay.set_replay_data([])
+    replay.clear_global_router_replay_action()
+    weights, routed = router.routing(router.compute_logits(x))
+    assert torch.equal(weights.gather(1, chosen), router(x).weights) and bool((routed.sum(1) == 2).all())
+    with pytest.raises(ConfigError, match="padding_mask"):
+        router.routing(router.compute_logits(x), padding_mask=routed)
+
+
+def test_a_choice_of_a_programs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = use("transformer.moe.router", "TopKRouter")
+    router = kind(TransformerConfig(**SHAPE, num_moe_experts=4, moe_router_topk=2), ProcessGroupCollection.current())
+    first = torch.tensor([True, False, False, True])
+    monkeypatch.setattr(
+        kind, "routing", lambda _, logits: (0.5 * first.expand(len(logits), 4), first.expand(len(logits), 4))
+    )
+    found = router(torch.zeros(3, 1, 72))
+    assert found.experts.tolist() == [[0, 3]] * 3 and bool((found.weights == 0.5).all())
+
+
+def test_a_part_is_computed_again_with_its_output() -> None:
+    outside, inside, x = nn.Linear(6, 6), nn.Linear(6, 6), randn(4, 6).requires_grad_()
+
+    def part(x: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        return F.dropout(inside(x).tanh(), 0.5), factor * x
+
+    def grads(recompute: bool) -> list[Tensor]:
+        torch.manual_seed(7)
+        block = use("tensor_parallel.random", "CheckpointWithoutOutput")()
+        a, b = block.checkpoint(part, x, 2.0) if recompute else part(x, 2.0)
+        y = outside(a) * b
+        if recompute:
+            block.discard_output_and_register_recompute(y)
+            assert a.untyped_storage().size() == b.untyped_storage().size() == 0
+        torch.rand(3)
+        leaves = [x, *inside.parameters(), *outside.parameters()]
+        for leaf in leaves:
+            leaf.grad = None
+        y.square().sum().backward()
+        return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+    for found, expected in zip(grads(True), grads(False), strict=True):
+        assert torch.equal(found, expected)
+    with pytest.raises(ConfigError, match="fp8"):
+        use("tensor_parallel", "CheckpointWithoutOutput")(fp8=True)
+    with torch.no_grad():
+        assert use("tensor_parallel", "CheckpointWithoutOutput")().checkpoint(part, x, 2.0)[1].equal(2 * x)
+
+
 def test_further_tokens() -> None:
     roll, offset, scaler, helper = use(
         "transformer.multi_token_prediction",
@@ -265,8 +334,14 @@ def test_a_forwards_first_calls(tmp_path: Path) -> None:
     assert wrapped.unwrap() is leaf
     with pytest.raises(RuntimeError, match="empty"):
         wrapped.unwrap()
-    push(suffix="mlp")
-    pop(suffix="mlp")
+    with torch.profiler.profile() as profile:
+        push(suffix="mlp")
+        push("attention")
+        pop("attention")
+        pop(suffix="mlp")
+    assert [event.key for event in profile.key_averages()] == ["test_a_forwards_first_calls.mlp", "attention"]
+    with pytest.raises(RuntimeError, match="ends no open range"):
+        pop("attention")
     is_on, log = use("config_logger", "has_config_logger_enabled", "log_config_to_disk")
     assert not is_on(TransformerConfig(**SHAPE))
     config = SimpleNamespace(config_logger_dir=str(tmp_path))

@@ -69,7 +69,7 @@ class GatheredKeysAttention:
         """
         # One collective instead of two: for a few key-value heads its latency counts more than the copy.
         token = torch.cat((key.flatten(1), value.flatten(1)), dim=1)  # [s/cp, b * g * (d + dv)]
-        whole = to_sequence_order(gather_from_sequence_parallel_region(token, self.group), self.group.size())
+        whole = to_sequence_order(gather_from_sequence_parallel_region(token, group=self.group), self.group.size())
         keys, values = whole.split([x[0].numel() for x in (key, value)], dim=1)
         return keys.unflatten(1, key.shape[1:]), values.unflatten(1, value.shape[1:])
 

@@ -70,7 +70,7 @@ class MoELayer(MegatronModule):
         groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
         self.tp_group = groups.tp
         self.divides_tokens = groups.tp.size() > 1 and not config.sequence_parallel
-        self.router = submodules.router(config, layer_number, groups)
+        self.router = submodules.router(config, groups, layer_number)
         # Names as in upstream's models.
         self.fc1_latent_proj = self.fc2_latent_proj = None
         if config.moe_latent_size is not None:
@@ -126,7 +126,7 @@ class MoELayer(MegatronModule):
         output = torch.ops.aten._unsafe_view(output, [-1, *hidden_states.shape[1:]])
         if self.divides_tokens:
             # Everyone goes on with the same whole, so that each has the whole gradient of its own part.
-            output = gather_from_sequence_parallel_region(output, self.tp_group, tensor_parallel_output_grad=False)
+            output = gather_from_sequence_parallel_region(output, False, self.tp_group)
         if self.shared_experts is not None:
             output = output + (self._compute_shared_output(hidden_states) if shared is None else shared)
         return output, None

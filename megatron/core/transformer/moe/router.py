@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron.core.auxiliary_loss import AuxiliaryLossScale, attach_auxiliary_loss, is_recomputing
 from megatron.core.collectives import all_gather_into_tensor, all_reduce
 from megatron.core.context_parallel.sharding import to_rank_order, to_sequence_order
+from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import Initialiser, declare_parameter, parameter_dtype, zeros
 from megatron.core.tensor_parallel.products import has_wide_product, multiply_wide
@@ -24,6 +25,7 @@ from megatron.core.transformer.initialisers import few_outputs_initialiser
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.load_balancing import compute_balance_loss, compute_z_loss, mark_choices
 from megatron.core.transformer.moe.route_log import RouteLog
+from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.moe.routing import (
     Routing,
     choose_best,
@@ -72,8 +74,12 @@ class TopKRouter(MegatronModule):
     this process's tokens since `take_losses` was called.
     """
 
-    def __init__(self, config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection) -> None:
+    def __init__(
+        self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, layer_number: int = 1
+    ) -> None:
         super().__init__(config)
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.current()
         assert config.num_moe_experts is not None and config.hidden_size is not None
         self.layer_number = layer_number
         self.num_experts, self.topk = config.num_moe_experts, config.moe_router_topk
@@ -111,8 +117,13 @@ class TopKRouter(MegatronModule):
         """[E + 1], for the log: the same since it was last taken, and how many of these choices were dropped."""
         self.route_log: RouteLog | None = None
         """Log that this step's choices are noted in, or come from; see training/hooks/routes.py."""
+        self.router_replay = RouterReplay() if config.moe_enable_routing_replay else None
         self._step_counts = (0, torch.empty(0), 0)
         """For global_aux_loss: the step, tokens that chose each expert in it, its microbatches so far."""
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Set the number of the layer, from 1."""
+        self.layer_number = layer_number
 
     def compile_regions(self, compiled: Compile[Any]) -> None:
         """See compiled_regions.py. The choice itself is not compiled: where backward repeats it, it must be the same
@@ -143,7 +154,9 @@ class TopKRouter(MegatronModule):
         logits = self.compute_logits(hidden_states)
         if self.config.moe_router_force_biased is not None:
             logits = logits + self._draw_bias(logits, self.config.moe_router_force_biased)
-        routing, shares = self._route(logits, self.learns), dict[str, Tensor]()
+        routing, shares = self._choose(logits), dict[str, Tensor]()
+        if self.router_replay is not None:
+            self.router_replay.note(routing.experts)
         # Losses hang on the weights, which lie on the way from the main loss to the router; and before tokens are
         # dropped: what the router wanted is to be balanced, not what it got.
         if self.learns:
@@ -204,9 +217,12 @@ class TopKRouter(MegatronModule):
     def _route(self, logits: Tensor, learns: bool) -> Routing:
         config = self.config
         given = None
+        # Where backward computes this again, another microbatch's turn has come since.
         if self.route_log is not None and learns:
-            # Where backward computes this again, another microbatch's turn has come since.
             given = get_cuda_rng_tracker().decide_once(self.route_log.take)
+        elif self.router_replay is not None:
+            take = functools.partial(self.router_replay.take, len(logits), self.topk)
+            given = get_cuda_rng_tracker().decide_once(take)
         if config.moe_router_force_load_balancing:
             drawn = _draw(functools.partial(torch.empty_like(logits).normal_))
             # Random choices, but the gradient of the logits as it would be without them.
@@ -219,6 +235,22 @@ class TopKRouter(MegatronModule):
             experts = choose_best(assigned, self.topk) if given is None else given
             return weigh_experts(logits, experts, config)
         return choose_experts(logits, config, self.expert_bias, given, self.arithmetic.weigh)
+
+    def routing(self, logits: Tensor, padding_mask: None = None) -> tuple[Tensor, Tensor]:
+        """(weights [T, E], 0 where an expert is not chosen; map [T, E] bool) for logits [T, E]. Where a program puts
+        its own in the place of this method, forward takes that one's choice. Raises ConfigError for a padding_mask."""
+        if padding_mask is not None:
+            raise ConfigError("TopKRouter.routing() has no padding_mask; leave padding tokens out")
+        experts, weights, _ = self._route(logits, self.learns)
+        chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
+        return torch.zeros_like(logits, dtype=weights.dtype).scatter(1, experts, weights), chosen
+
+    def _choose(self, logits: Tensor) -> Routing:
+        if type(self).routing is _OWN_ROUTING:
+            return self._route(logits, self.learns)
+        weights, chosen = self.routing(logits)
+        experts = chosen.int().argsort(dim=1, descending=True, stable=True)[:, : self.topk]
+        return Routing(experts, weights.gather(1, experts))
 
     def _draw_bias(self, logits: Tensor, std: float) -> Tensor:
         """A random number for each expert, [E]: the same on all ranks that have this layer, and in every microbatch
@@ -349,6 +381,9 @@ class TopKRouter(MegatronModule):
         mean = summed[:-1] / summed[-1].clamp(min=1.0)
         kept = torch.where(summed[-1] > 0, self.config.moe_router_quantile_balancing_ema, 1.0)
         bias.copy_(torch.lerp(mean, bias, kept.to(bias.dtype)))
+
+
+_OWN_ROUTING = TopKRouter.routing
 
 
 def _take_rows(rows: Tensor, group: Group) -> Tensor:

@@ -173,8 +173,8 @@ class AllGatherDispatcher(TokenDispatcher):
         return dispatched._replace(combine=lambda outputs: dispatched.combine(outputs)[:tokens])
 
     def _dispatch_equal(self, x: Tensor, routing: Routing) -> Dispatched:
-        gathered = gather_from_sequence_parallel_region(x, self.group)  # [ranks * T, h]
-        weights = gather_from_sequence_parallel_region(routing.weights, self.group)
+        gathered = gather_from_sequence_parallel_region(x, group=self.group)  # [ranks * T, h]
+        weights = gather_from_sequence_parallel_region(routing.weights, group=self.group)
         # Numbers of experts have no gradient, so that a plain collective will do.
         experts = self._gather(routing.experts)
         # Ranks that share an expert (expert tensor parallelism) both take its tokens, and both make a part of the
