@@ -140,7 +140,7 @@ def train(model: DistributedDataParallel, iterations: int) -> None:
         finalize_model_grads([model])
         for parameter in model.parameters():
             # Gradients lie in the flat buffers of the wrapper; an optimizer of torch's looks for them here.
-            parameter.grad = parameter.main_grad
+            parameter.grad = parameter.main_grad  # type: ignore[attr-defined]
         optimizer.step()
         optimizer.zero_grad()
         show_loss(iteration, losses)

@@ -1,6 +1,7 @@
 #!/usr/bin/env python
 # SPDX-License-Identifier: Apache-2.0
-"""Write the .pyi files of upstream's modules that have no file here, so that editors and type checkers follow imports.
+"""Write the .pyi files of upstream's modules that have no file here, and of packages whose names load when first used,
+so that editors and type checkers follow imports.
 
     python tools/write_stubs.py            # write them
     python tools/write_stubs.py --check    # exit code 1 where one is not current
@@ -11,7 +12,9 @@ makes these modules from the tables; a type checker reads the stub.
 
 from __future__ import annotations
 
+import importlib
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,14 +40,30 @@ def list_stubs() -> dict[Path, str]:
             is_package = any(other.startswith(f"{module}.") for other in modules)
             file = path / "__init__.pyi" if is_package else path.with_suffix(".pyi")
             found[file] = write_stub(names, module)
+    for file in (ROOT / "megatron").rglob("__init__.py"):
+        module = ".".join(file.parent.relative_to(ROOT).parts)
+        names = TRAINING_NAMES if module.startswith("megatron.training") else CORE_NAMES
+        # Packages whose file defines nothing by itself.
+        is_bare = "import " not in file.read_text() and module in names.defined
+        if "__getattr__" in file.read_text() or is_bare:
+            found[file.with_suffix(".pyi")] = write_stub(names, module, list_lazy_names(module))
     return found
 
 
-def write_stub(names: UpstreamNames, module: str) -> str:
-    """Write the content of a module's stub: where each name is defined, and the signature of those that refuse."""
+def list_lazy_names(package: str) -> dict[str, str]:
+    """List the names that a package loads when they are first used, and the modules that define them."""
+    loaded = vars(importlib.import_module(package))
+    table: dict[str, str] = loaded.get("_NAMES") or loaded.get("_DEFINED_IN", {})
+    modules = {name: f"{package}.{name}:" for name in loaded.get("_MODULES", ())}
+    return modules | {name: f"{package}.{module}" for name, module in table.items()}
+
+
+def write_stub(names: UpstreamNames, module: str, lazy: Mapping[str, str] | None = None) -> str:
+    """Write the content of a module's stub: where each name is defined, those of `lazy` among them, and the signature
+    of those that refuse."""
     taken: dict[str, list[str]] = {}
     refusals = []
-    for name, place in sorted(names.defined.get(module, {}).items()):
+    for name, place in sorted({**(lazy or {}), **names.defined.get(module, {})}.items()):
         defining, colon, other = place.partition(":")
         package, _, child = defining.rpartition(".")
         source, what = (package, child) if colon and not other else (defining, other or name)
@@ -57,7 +76,13 @@ def write_stub(names: UpstreamNames, module: str) -> str:
     if refusals:
         taken["typing"] = ["Any", "NoReturn"]
     imports = [f"from {source} import {', '.join(whats)}" for source, whats in sorted(taken.items())]
-    return HEAD + "\n".join([*imports, *refusals]) + "\n"
+    # What the package's table of names gives to `from package import *`.
+    public = [f"__all__ = {sorted(lazy)!r}"] if lazy else []
+    constants = [
+        f"{name}: str" for name, value in vars(importlib.import_module(module)).items()
+        if isinstance(value, str) and (name.isupper() or name == "__version__")
+    ] if lazy else []  # fmt: skip
+    return HEAD + "\n".join([*imports, *refusals, *constants, *public]) + "\n"
 
 
 def main() -> int:

@@ -18,10 +18,10 @@ OWN_VERSION = "0.2.0"
 
 _MODULES = ("parallel_state", "tensor_parallel", "dist_checkpointing")
 _NAMES = {
-    "mpu": ("megatron.core.parallel_state", None),
-    "DistributedDataParallel": ("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel"),
-    "ModelParallelConfig": ("megatron.core.model_parallel_config", "ModelParallelConfig"),
-    "Timers": ("megatron.core.timers", "Timers"),
+    "mpu": "parallel_state:",
+    "DistributedDataParallel": "distributed.distributed_data_parallel",
+    "ModelParallelConfig": "model_parallel_config",
+    "Timers": "timers",
 }
 
 __all__ = ["DistributedDataParallel", "ModelParallelConfig", "Timers", "dist_checkpointing", "mpu", "parallel_state",
@@ -32,9 +32,9 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"megatron.core.{name}")
     if name in _NAMES:
-        module, attribute = _NAMES[name]
-        loaded = importlib.import_module(module)
-        return loaded if attribute is None else getattr(loaded, attribute)
+        module, colon, _ = _NAMES[name].partition(":")
+        loaded = importlib.import_module(f"megatron.core.{module}")
+        return loaded if colon else getattr(loaded, name)
     return _upstream(name)
 
 

@@ -19,9 +19,20 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.core.errors import ConfigError
+
+# Put here by a table of upstream's names; declared for type checkers.
+destroy_num_microbatches_calculator: Any
+get_current_global_batch_size: Any
+get_current_running_global_batch_size: Any
+get_micro_batch_size: Any
+get_num_microbatches: Any
+init_num_microbatches_calculator: Any
+reconfigure_num_microbatches_calculator: Any
+unset_num_microbatches_calculator: Any
+update_num_microbatches: Any
 
 # ASCII, because \d alone matches the digits of all scripts.
 _STEP = re.compile(r"(?P<count>\d+(\.\d+)?)(?P<suffix>[KMBT]?):(?P<size>\d+)", re.ASCII)

@@ -24,6 +24,8 @@ from megatron.core.process_groups_config import (
     group_ranks,
     torch_group,
 )
+from megatron.core.upstream.process_tools import RankGenerator as RankGenerator
+from megatron.core.upstream.process_tools import create_group as create_group
 
 
 def initialize_model_parallel(

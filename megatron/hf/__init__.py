@@ -18,20 +18,16 @@ convert          the command line: python -m megatron.bridge.convert
 
 from __future__ import annotations
 
-from typing import Any
+from megatron.core.lazy_names import load_when_used
 
-__all__ = ["AutoBridge", "broadcast_buckets", "receive_buckets", "send_buckets", "stream_weights"]  # noqa: F822
+# Only when used: the command line answers mistakes before torch is imported.
+_NAMES = {
+    "AutoBridge": "auto_bridge",
+    "broadcast_buckets": "weight_buckets",
+    "receive_buckets": "weight_buckets",
+    "send_buckets": "weight_buckets",
+    "stream_weights": "weight_buckets",
+}
 
-
-def __getattr__(name: str) -> Any:
-    if name == "AutoBridge":
-        # Only now: the command line answers mistakes before torch is imported.
-        from megatron.hf.auto_bridge import AutoBridge
-
-        return AutoBridge
-    if name in __all__:
-        from megatron.hf.weight_buckets import broadcast_buckets, receive_buckets, send_buckets, stream_weights
-
-        functions = (broadcast_buckets, receive_buckets, send_buckets, stream_weights)
-        return {function.__name__: function for function in functions}[name]
-    raise AttributeError(f"megatron.hf has no attribute {name!r}")
+__all__ = list(_NAMES)  # noqa: PLE0605
+__getattr__ = load_when_used(__name__, _NAMES)

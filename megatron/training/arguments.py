@@ -20,6 +20,10 @@ from megatron.training.flags.flag import formers_by_name, table_flags, upstream_
 from megatron.training.flags.parser import ExtraFlags, drop_unknown
 from megatron.training.flags.read import read_run_config
 
+# Put here by a table of upstream's names; declared for type checkers.
+parse_and_validate_args: Any
+validate_args: Any
+
 # Upstream's name of a setting -> the field that holds it here.
 _UPSTREAM_NAMES = {
     "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32",

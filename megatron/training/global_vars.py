@@ -7,7 +7,7 @@ A facade: nothing inside megatron/ imports it. Code of ours is handed its config
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -15,6 +15,12 @@ from megatron.core.timers import Timers
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.training.arguments import as_namespace
 from megatron.training.current_run import CurrentRun
+
+# Put here by a table of upstream's names; declared for type checkers.
+_build_tokenizer: Any
+set_args: Any
+set_global_variables: Any
+unset_global_variables: Any
 
 T = TypeVar("T")
 

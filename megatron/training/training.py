@@ -33,6 +33,14 @@ from megatron.training.recipes.recipe import Recipe
 from megatron.training.run import Hook, Run
 from megatron.training.setup import build_run, describe_machine, setup
 
+# Put here by a table of upstream's names; declared for type checkers.
+evaluate_and_print_results: Any
+get_model: Any
+setup_model_and_optimizer: Any
+train_step: Any
+training_log: Any
+update_train_iters: Any
+
 
 def pretrain(
     train_valid_test_dataset_provider: Callable[[tuple[int, int | None, int]], Sequence[Any]],

@@ -118,7 +118,7 @@ CHOOSES_MODULES = {
     "megatron/core/__init__.py": "its table of names says where each is defined",
     "megatron/core/lazy_names.py": "tables of names say where each is defined",
     "megatron/core/upstream/names.py": "its tables of names say where each is defined",
-    "megatron/core/upstream/modules.py": "import_module() is one of upstream's names",
+    "megatron/core/transformer/spec_utils.py": "import_module() is one of upstream's names",
     "megatron/cli/commands.py": "its table of programs says where each is",
     "megatron/hf/own_family.py": "--family names a file of the user's own",
     "megatron/training/recipes/gpt.py": "--spec names a module of the user's own",

@@ -25,6 +25,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from megatron.core.flat_ranges import find_boxes
 from megatron.core.placement import Box, Piece, Placement
 
+# Put here by a table of upstream's names; declared for type checkers.
+ShardedObject: Any
+ShardedTensorFactory: Any
+
 OPTIMIZER_PREFIX = "optimizer.state."
 RNG_PREFIX = "rng_state."
 _STATE_NAMES = {"main_param": "fp32_param"}

@@ -50,6 +50,15 @@ from megatron.core.dist_checkpointing.verification import Look, find_together
 from megatron.core.errors import CheckpointError
 from megatron.core.process_groups_config import Group
 
+# Put here by a table of upstream's names; declared for type checkers.
+StrictHandling: Any
+check_is_distributed_checkpoint: Any
+get_default_load_sharded_strategy: Any
+get_default_save_sharded_strategy: Any
+load_common_state_dict: Any
+load_content_metadata: Any
+load_tensors_metadata: Any
+
 TENSORS_DOCUMENT = "tensors"
 _UPSTREAM_DOCUMENT = {"metadata": {"sharded_backend": "torch_dist", "sharded_backend_version": 1}}
 

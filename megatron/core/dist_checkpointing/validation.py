@@ -7,11 +7,16 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX, RNG_PREFIX, ShardedTensor
 from megatron.core.errors import CheckpointError
+
+# Put here by a table of upstream's names; declared for type checkers.
+StrictHandling: Any
+verify_checkpoint: Any
 
 _LISTED = 30
 _LAYER = re.compile(r"(.*?\.layers\.)(\d+)(\..*)", re.DOTALL)

@@ -36,6 +36,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.upstream.fusions import WrappedTorchNorm
 from megatron.core.upstream.fusions import split_along_dim as SplitAlongDim  # noqa: N812
 
+# Put here by a table of upstream's names; declared for type checkers.
+te_general_gemm: Any
+
 HAVE_TE = False
 """No class here is Transformer Engine's own."""
 TENorm = WrappedTorchNorm

@@ -18,7 +18,7 @@ An orthogonal factor needs the whole matrix, which processes may have cut:
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ from megatron.core.optimizer.update_rules import UpdatedGroup, UpdateRule
 from megatron.core.optimizer.whole_matrices import assemble_matrices, find_cutting_group, locate_member, take_single
 from megatron.core.placement import Placement, Split, get_placement
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
+
+# Put here by a table of upstream's names; declared for type checkers.
+get_megatron_muon_optimizer: Any
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer_config import OptimizerConfig

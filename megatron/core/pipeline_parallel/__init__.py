@@ -3,14 +3,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from megatron.core.lazy_names import load_when_used
 
-__all__ = ["get_forward_backward_func"]  # noqa: F822
+_NAMES = {"get_forward_backward_func": "forward_backward"}
 
-
-def __getattr__(name: str) -> Any:
-    if name == "get_forward_backward_func":
-        from megatron.core.pipeline_parallel.forward_backward import get_forward_backward_func
-
-        return get_forward_backward_func
-    raise AttributeError(f"megatron.core.pipeline_parallel has no attribute {name!r}")
+__all__ = list(_NAMES)  # noqa: PLE0605
+__getattr__ = load_when_used(__name__, _NAMES)

@@ -25,6 +25,9 @@ from megatron.core.mesh import VirtualStages
 from megatron.core.pipeline_parallel.programs import SENDS_UNDER_WAY, Transfer
 from megatron.core.process_groups_config import Group, SingleRankGroup, torch_group
 
+# Put here by a table of upstream's names; declared for type checkers.
+_batched_p2p_ops: Any
+
 TensorKey = tuple[str, int, int]
 """Names a tensor between stages: (F or B, microbatch, chunk of this rank)."""
 

@@ -24,10 +24,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megatron.core.errors import ConfigError
 from megatron.core.mesh import VirtualStages, schedule_problem, side_by_side_problem
+
+# Put here by a table of upstream's names; declared for type checkers.
+get_forward_backward_func: Any
+get_schedule_table: Any
+get_tensor_shapes: Any
 
 
 class Action(NamedTuple):

@@ -12,7 +12,7 @@ head and gated. Sources: Yang, Kautz and Hatamizadeh, "Gated Delta Networks", 20
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,11 @@ from megatron.core.ssm.state_mixer import StateMixer, StateMixerSubmodules, log_
 from megatron.core.tensor_parallel.parameters import ones, zeros
 from megatron.core.tensor_parallel.products import at_least_float32
 from megatron.core.transformer.norms import rms_norm
+
+# Put here by a table of upstream's names; declared for type checkers.
+tensor_a2a_cp2hp: Any
+tensor_a2a_hp2cp: Any
+torch_chunk_gated_delta_rule: Any
 
 _LENGTH_EPSILON = 1e-6
 
@@ -154,3 +159,6 @@ class HeadNorm(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., channels of a head] -> the same."""
         return rms_norm(x, self.weight + 1 if self._is_offset else self.weight, self._epsilon)
+
+
+GatedDeltaNetSubmodules = StateMixerSubmodules  # upstream's name

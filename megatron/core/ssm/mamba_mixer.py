@@ -12,6 +12,8 @@ sections 6 and 7.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,6 +27,10 @@ from megatron.core.tensor_parallel.layers import tensor_parallel_split
 from megatron.core.tensor_parallel.parameters import declare_parameter, ones
 from megatron.core.tensor_parallel.products import at_least_float32
 from megatron.core.transformer.norms import rms_norm
+
+# Put here by a table of upstream's names; declared for type checkers.
+ExtendedRMSNorm: Any
+_split_tensor_factory: Any
 
 _CONVOLUTION_WIDTH = 4
 
@@ -122,3 +128,6 @@ class MambaMixer(StateMixer):
             return ((summed * gate).to(output.dtype),)
         is_ungated = self.config.mamba_gate_norm == "ungated"
         return ((self.norm(summed) * gate if is_ungated else self.norm(summed * gate)).to(output.dtype),)
+
+
+MambaMixerSubmodules = StateMixerSubmodules  # upstream's name

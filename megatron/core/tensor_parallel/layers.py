@@ -20,16 +20,20 @@ s: sequence, b: batch, h: hidden, tp: size of the TP group.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.errors import ConfigError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.placement import Part, Split
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.communication_plans import choose_column_plan, choose_row_plan
 from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -268,3 +272,53 @@ class VocabParallelEmbedding(nn.Module):
     def extra_repr(self) -> str:
         """Sizes and split, for print(model)."""
         return f"{self.num_embeddings}, {self.embedding_dim}, tp={self.tp_group.size()}"
+
+
+def linear_with_frozen_weight(
+    input: Tensor,  # noqa: A002
+    weight: Tensor,
+    bias: Tensor | None,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    tp_group: Group | None,
+    grad_output_buffer: Any = None,
+    wgrad_deferral_limit: Any = None,
+    async_grad_allreduce: bool | None = None,
+) -> Tensor:
+    """input W^T + b, where the weight gets no gradient.
+
+    allreduce_dgrad: the input's gradient is summed over the group, async_grad_allreduce is its former name.
+    sequence_parallel: the input is gathered along dimension 0 first. gradient_accumulation_fusion,
+    wgrad_deferral_limit: about a weight's gradient. Raises ConfigError for a grad_output_buffer.
+    """
+    if grad_output_buffer is not None:
+        raise ConfigError("a frozen weight has no gradient to keep outputs for; leave out grad_output_buffer")
+    if sequence_parallel:
+        input = gather_from_sequence_parallel_region(input, group=tp_group)  # noqa: A001
+    elif allreduce_dgrad if async_grad_allreduce is None else async_grad_allreduce:
+        input = copy_to_tensor_model_parallel_region(input, tp_group)  # noqa: A001
+    return F.linear(input, weight.detach(), bias)
+
+
+# ---- marks on parameters of layers of others
+
+
+def set_tensor_model_parallel_attributes(tensor: Any, is_parallel: bool, dim: int, stride: int = 1) -> None:
+    """Mark a tensor as divided along `dim`. Raises ValueError where it has marks already."""
+    if hasattr(tensor, "tensor_model_parallel"):
+        raise ValueError("the tensor has marks already; parameters of our layers get them when they are built")
+    tensor.tensor_model_parallel, tensor.partition_dim, tensor.partition_stride = is_parallel, dim, stride
+
+
+def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Any) -> None:
+    """Mark a tensor as whole, as far as it has no marks."""
+    for name, value in (("tensor_model_parallel", False), ("partition_dim", -1), ("partition_stride", 1)):
+        if not hasattr(tensor, name):
+            setattr(tensor, name, value)
+
+
+def param_is_not_tensor_parallel_duplicate(param: Any, tp_group: Group | None = None) -> bool:
+    """Return whether this process's copy counts: a divided tensor's always, a whole one's on the first rank."""
+    group = tp_group if tp_group is not None else ProcessGroupCollection.current().tp
+    return bool(getattr(param, "tensor_model_parallel", False)) or group.rank() == 0

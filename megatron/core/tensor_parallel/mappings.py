@@ -153,3 +153,8 @@ def reduce_scatter_to_sequence_parallel_region(
 def _refuse_sizes(name: str, sizes: object) -> None:
     if sizes is not None:
         raise ConfigError(f"{name}={sizes} is not done here: every rank has as much; leave it out, and pad")
+
+
+def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: Group | None = None) -> Tensor:
+    """[..., d / tp] -> [..., d]; backward sums the gradients of all ranks and keeps this one's part."""
+    return gather_from_sequence_parallel_region(input_.movedim(-1, 0).contiguous(), group=group).movedim(0, -1)

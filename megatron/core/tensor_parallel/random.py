@@ -117,6 +117,9 @@ class CudaRNGStatesTracker:
 
 
 _TRACKER = CudaRNGStatesTracker()
+_CUDA_RNG_STATE_TRACKER = None
+_CUDA_RNG_STATE_TRACKER_INITIALIZED = False
+"""Set by programs that start over. Nothing reads them: model_parallel_cuda_manual_seed() seeds anew."""
 
 
 def get_cuda_rng_tracker(
@@ -160,6 +163,11 @@ def model_parallel_cuda_manual_seed(
     # Upstream's offsets, so that the same seed gives streams that differ between any two experts' ranks.
     expert_seed = seed + 1024 + 100 * ep_rank + etp_rank
     tracker.add(EXPERT_PARALLEL_STREAM, expert_seed)
+
+
+def get_expert_parallel_rng_tracker_name() -> str:
+    """The name under which the tracker of random streams has that of experts."""
+    return EXPERT_PARALLEL_STREAM
 
 
 @contextlib.contextmanager

@@ -3,6 +3,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron.core.enums import AttnBackend, AttnMaskType, LayerType, ModelType
+
+# Put here by a table of upstream's names; declared for type checkers.
+InferenceCudaGraphScope: Any
 
 __all__ = ["AttnBackend", "AttnMaskType", "LayerType", "ModelType"]

@@ -34,6 +34,9 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+# Put here by a table of upstream's names; declared for type checkers.
+apply_swiglu_sharded_factory: Any
+
 Activate = Callable[[Tensor, Tensor | None, Activation], Tensor]
 """(x [..., f], gated [..., 2 f], its bias or None, activation) -> [..., f]."""
 

@@ -55,6 +55,12 @@ from megatron.core.transformer.rotary import (
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+# Put here by a table of upstream's names; declared for type checkers.
+apply_rotary_pos_emb: Any
+deprecate_inference_params: Any
+gather_from_tensor_model_parallel_region: Any
+scatter_to_sequence_parallel_region: Any
+
 
 @dataclass
 class MLASelfAttentionSubmodules:
@@ -277,3 +283,6 @@ class MLASelfAttention(Attention):
         every = AttnMaskType.no_mask
         context: Tensor = self.core_attention(query.transpose(0, 2), key, value, None, attn_mask_type=every)
         return context.unsqueeze(2).transpose(0, 2)  # [n, b, rk] -> [1, b, n, rk]
+
+
+MultiLatentAttention = MLASelfAttention  # upstream's name of its base class

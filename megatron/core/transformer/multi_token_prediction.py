@@ -36,6 +36,14 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlock, choose_inputs, open_random_stream
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+# Put here by a table of upstream's names; declared for type checkers.
+MTPLossAutoScaler: Any
+MTPLossLoggingHelper: Any
+get_mtp_layer_offset: Any
+get_mtp_ranks: Any
+mtp_on_this_rank: Any
+roll_tensor: Any
+
 # ---- tokens, one place earlier
 
 

@@ -6,7 +6,8 @@ Specs let a user exchange one part of a layer (a norm, the core attention) witho
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,3 +34,17 @@ def build_module(spec_or_module: ModuleSpec | Callable[..., Any], *args: Any, **
         kwargs["submodules"] = spec.submodules
     # A name in both is an error of Python's own: a spec cannot silently replace what the builder gives.
     return spec.module(*args, **spec.params, **kwargs)
+
+
+def import_module(module_path: Iterable[str]) -> Any:
+    """(module, name) -> what is called so there: `import_module(("torch.nn", "Linear"))`. Raises ImportError."""
+    base, name = module_path
+    try:
+        return getattr(importlib.import_module(base), name)
+    except AttributeError as error:
+        raise ImportError(f"cannot import {name!r} from {base!r}") from error
+
+
+def get_submodules(spec: ModuleSpec | type) -> Any:
+    """The specs of a module's parts; None for a class without any."""
+    return spec.submodules if isinstance(spec, ModuleSpec) else None

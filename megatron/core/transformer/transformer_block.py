@@ -29,6 +29,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+# Put here by a table of upstream's names; declared for type checkers.
+get_num_layers_to_build: Any
+get_transformer_layer_offset: Any
+
 
 @dataclass
 class TransformerBlockSubmodules:

@@ -38,6 +38,9 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.weight_names import find_own_name, name_weights
 
+# Put here by a table of upstream's names; declared for type checkers.
+get_transformer_layer_offset: Any
+
 _NORMS = {
     "self_attention": ("input_layernorm", "post_self_attn_layernorm"),
     "mixer": ("input_layernorm", "post_self_attn_layernorm"),

@@ -3,75 +3,13 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megatron.core.distributed.model_chunk import ModelChunk
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec
-
-
-class Float16Module(MegatronModule):
-    """A model in half precision behind a float32 door: inputs are converted on the first stage, outputs on the last.
-
-    config: bf16 or fp16 says which format; module: one pipeline chunk.
-    """
-
-    def __init__(self, config: Any, module: nn.Module) -> None:
-        super().__init__(config)
-        if config.fp16 == config.bf16:
-            raise ValueError("Float16Module needs a config with either fp16 or bf16")
-        self.dtype = torch.float16 if config.fp16 else torch.bfloat16
-        self.module = module
-        # Layers of ours are made in the formats that the config asks for, a few numbers of float32 among them.
-        if not any(hasattr(param, "placement") for param in module.parameters()):
-            module.to(self.dtype)
-        self.vp_stage = getattr(module, "vp_stage", None)
-
-    def set_input_tensor(self, input_tensor: Any) -> Any:
-        """As the wrapped module's."""
-        inner: Any = self.module
-        return inner.set_input_tensor(input_tensor)
-
-    def forward(self, *inputs: Any, fp32_output: bool = True, **named_inputs: Any) -> Any:
-        """The wrapped module's forward; fp32_output: floating-point results become float32 on the last stage."""
-        inner: Any = self.module
-        is_first, is_last = getattr(inner, "pre_process", True), getattr(inner, "post_process", True)
-        if is_first:
-            # What comes by name stays as it is: weights of tokens in the loss among it.
-            inputs = _converted(inputs, self.dtype)
-        outputs = inner(*inputs, **named_inputs)
-        return _converted(outputs, torch.float32) if is_last and fp32_output else outputs
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's, without a prefix of ours."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> Any:
-        """As state_dict()."""
-        return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load into the wrapped module."""
-        return self.module.load_state_dict(*args, **kwargs)
-
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's, without a prefix of ours."""
-        inner: Any = self.module
-        return inner.sharded_state_dict(*args, **kwargs)
-
-
-def _converted(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: _converted(item, dtype) for key, item in value.items()}
-    return type(value)(_converted(item, dtype) for item in value) if isinstance(value, list | tuple) else value
+from megatron.core.transformer.module import Float16Module
 
 
 def unwrap_model(model: Any, module_instances: type | tuple[type, ...] | None = None) -> Any:
@@ -104,20 +42,6 @@ def get_attr_wrapped_model(model: Any, attr: str, allow_none: bool = True, retur
 def get_model_config(model: nn.Module) -> Any:
     """The TransformerConfig of a model, wrapped or bare."""
     return get_attr_wrapped_model(model, "config", allow_none=False)
-
-
-def import_module(module_path: Iterable[str]) -> Any:
-    """(module, name) -> what is called so there: `import_module(("torch.nn", "Linear"))`. Raises ImportError."""
-    base, name = module_path
-    try:
-        return getattr(importlib.import_module(base), name)
-    except AttributeError as error:
-        raise ImportError(f"cannot import {name!r} from {base!r}") from error
-
-
-def get_submodules(spec: ModuleSpec | type) -> Any:
-    """The specs of a module's parts; None for a class without any."""
-    return spec.submodules if isinstance(spec, ModuleSpec) else None
 
 
 def _get_main_grad_attr(param: Tensor) -> str:

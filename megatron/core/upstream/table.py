@@ -14,14 +14,12 @@ _MODULES = "megatron.core.upstream.modules"
 _TOKENIZERS = "megatron.core.upstream.tokenizers"
 _STATE_DICTS = "megatron.core.dist_checkpointing.state_dicts"
 _EMBEDDINGS = "megatron.core.models.common.embeddings"
-_REFUSED_ROPE = f"{_EMBEDDINGS}.rotary_pos_embedding"
 _EXPERTS = "megatron.core.upstream.experts"
 _FUSIONS = "megatron.core.upstream.fusions"
 _LOSSES = "megatron.core.upstream.losses"
 _OPTIMIZERS = "megatron.core.upstream.optimizers"
 _PIPELINES = "megatron.core.upstream.pipelines"
 _PROCESS = "megatron.core.upstream.process_tools"
-_PRODUCTS = "megatron.core.upstream.products"
 _SHARDED = "megatron.core.upstream.sharded"
 _SPECS = "megatron.core.upstream.specs"
 _WATCHING = "megatron.core.upstream.watching"
@@ -71,8 +69,6 @@ DEFINED: dict[str, dict[str, str]] = {
         "megatron.core.tensor_parallel.cross_entropy", "fused_vocab_parallel_cross_entropy"
     ),
     "megatron.core.models.common.embeddings": {
-        "RotaryEmbedding": f"{_EMBEDDINGS}.rotary_pos_embedding",
-        "YarnRotaryEmbedding": f"{_EMBEDDINGS}.yarn_rotary_pos_embedding",
         "_yarn_get_mscale": "megatron.core.transformer.config_fields.positions:compute_yarn_magnitude",
     },
     "megatron.core.models.common.language_module.language_module": _in(
@@ -102,9 +98,6 @@ DEFINED: dict[str, dict[str, str]] = {
         "megatron.core.pipeline_parallel.forward_backward", "get_forward_backward_func"
     ),
     "megatron.core.pipeline_parallel.utils": _in(_MODULES, "unwrap_model"),
-    "megatron.core.ssm.gated_delta_net": {
-        "GatedDeltaNetSubmodules": "megatron.core.ssm.state_mixer:StateMixerSubmodules"
-    },
     "megatron.core.ssm.mamba_hybrid_layer_allocation": _in(
         "megatron.core.models.hybrid.hybrid_layer_allocation",
         "ParsedHybridPattern",
@@ -117,15 +110,12 @@ DEFINED: dict[str, dict[str, str]] = {
         "pattern_from_ratios",
         "select_pipeline_segment",
     ),
-    "megatron.core.ssm.mamba_mixer": {"MambaMixerSubmodules": "megatron.core.ssm.state_mixer:StateMixerSubmodules"},
     "megatron.core.ssm.mlp_layer": {"MLPLayer": "megatron.core.transformer.transformer_layer:TransformerLayer"},
     "megatron.core.tensor_parallel.utils": _in(_LAYERS, "VocabUtility"),
     "megatron.core.tokenizers": _in(_TOKENIZERS, "MegatronTokenizer"),
     "megatron.core.tokenizers.text": _in(_TOKENIZERS, "MegatronTokenizerText"),
     "megatron.core.tokenizers.utils.build_tokenizer": _in(_TOKENIZERS, "build_tokenizer", "vocab_size_with_padding"),
-    "megatron.core.transformer.module": _in(_MODULES, "Float16Module"),
     "megatron.core.transformer.moe.moe_utils": _in(_LAYERS, "topk_routing_with_score_function"),
-    "megatron.core.transformer.spec_utils": _in(_MODULES, "get_submodules", "import_module"),
     "megatron.core.transformer.transformer_block": _in(
         _LAYERS, "get_num_layers_to_build", "get_transformer_layer_offset"
     ),
@@ -147,12 +137,6 @@ DEFINED: dict[str, dict[str, str]] = {
 }
 
 
-_MARKS = (
-    "param_is_not_tensor_parallel_duplicate",
-    "set_defaults_if_not_set_tensor_model_parallel_attributes",
-    "set_tensor_model_parallel_attributes",
-)
-
 # What programs import that are built upon megatron.core, beside its own scripts.
 _FOR_PROGRAMS: dict[str, dict[str, str]] = {
     "megatron.core.config_logger": _in(_PROCESS, "has_config_logger_enabled", "log_config_to_disk"),
@@ -172,11 +156,9 @@ _FOR_PROGRAMS: dict[str, dict[str, str]] = {
     ),
     "megatron.core.jit": _in(_PROCESS, "jit_fuser"),
     "megatron.core.models.backends": _in(_SPECS, "LocalSpecProvider"),
-    "megatron.core.models.common.embeddings": _in(_REFUSED_ROPE, "MultimodalRotaryEmbedding"),
     "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding": _in(
         _SPECS, "_yarn_get_concentration_factor_from_config"
     ),
-    "megatron.core.models.gpt.gpt_model": _in("megatron.core.enums", "ModelType"),
     "megatron.core.models.gpt.moe_module_specs": {
         "MLPSubmodules": "megatron.core.transformer.mlp",
         "get_moe_module_spec": "megatron.core.models.gpt.gpt_layer_specs",
@@ -188,7 +170,6 @@ _FOR_PROGRAMS: dict[str, dict[str, str]] = {
     | _in("megatron.core.optimizer.megatron_optimizer", "DistributedOptimizer"),
     "megatron.core.optimizer.muon": _in(_OPTIMIZERS, "get_megatron_muon_optimizer"),
     "megatron.core.optimizer.optimizer": _in(_OPTIMIZERS, "SEPARATE_GRAD_NORM_GROUPS"),
-    "megatron.core.parallel_state": _in(_PROCESS, "RankGenerator", "create_group"),
     "megatron.core.pipeline_parallel.p2p_communication": _in(_PROCESS, "_batched_p2p_ops"),
     "megatron.core.pipeline_parallel.schedules": _in(_PIPELINES, "get_schedule_table", "get_tensor_shapes"),
     "megatron.core.pipeline_parallel.utils": _in(_PIPELINES, "is_vp_first_stage", "is_vp_last_stage"),
@@ -204,16 +185,8 @@ _FOR_PROGRAMS: dict[str, dict[str, str]] = {
         "destroy_rerun_state_machine",
         "get_rerun_state_machine",
     ),
-    "megatron.core.tensor_parallel": _in(_PRODUCTS, "all_gather_last_dim_from_tensor_parallel_region", *_MARKS),
-    "megatron.core.tensor_parallel.layers": _in(_PRODUCTS, "linear_with_frozen_weight", *_MARKS),
     "megatron.core.transformer": _in("megatron.core.upstream.configs", "MLATransformerConfig"),
     "megatron.core.transformer.transformer_config": _in("megatron.core.upstream.configs", "MLATransformerConfig"),
-    "megatron.core.tensor_parallel.random": _in(
-        _PRODUCTS,
-        "_CUDA_RNG_STATE_TRACKER",
-        "_CUDA_RNG_STATE_TRACKER_INITIALIZED",
-        "get_expert_parallel_rng_tracker_name",
-    ),
     "megatron.core.transformer.dot_product_attention": _in(
         "megatron.core.transformer.core_attention.dot_product_attention", "DotProductAttention"
     ),
@@ -228,11 +201,7 @@ _FOR_PROGRAMS: dict[str, dict[str, str]] = {
     )
     | _in(_PROCESS, "get_default_pg_collection"),
     "megatron.core.transformer.moe.router": _in(_LOSSES, "MoEAuxLossAutoScaler"),
-    "megatron.core.transformer.moe.token_dispatcher": {
-        "MoEAlltoAllTokenDispatcher": "megatron.core.transformer.moe.token_dispatcher:AllToAllDispatcher"
-    },
     "megatron.core.transformer.multi_latent_attention": {
-        "MultiLatentAttention": "megatron.core.transformer.multi_latent_attention:MLASelfAttention",
         "apply_rotary_pos_emb": f"{_EMBEDDINGS}.rope_utils",
         "deprecate_inference_params": _PROCESS,
         "gather_from_tensor_model_parallel_region": "megatron.core.tensor_parallel.mappings",
@@ -243,7 +212,6 @@ _FOR_PROGRAMS: dict[str, dict[str, str]] = {
     ),
     "megatron.core.transformer.pipeline_parallel_layer_layout": _in(_PIPELINES, "PipelineParallelLayerLayout"),
     "megatron.core.transformer.torch_norm": _in(_FUSIONS, "L2Norm", "WrappedTorchNorm"),
-    "megatron.core.transformer.transformer_layer": _in("megatron.core.transformer.mlp", "MLP"),
     "megatron.core.transformer.utils": _in(
         _SHARDED, "make_sharded_tensors_for_checkpoint", "sharded_state_dict_default"
     )

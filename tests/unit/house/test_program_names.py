@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import csv
 import importlib
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 
 from megatron.core.errors import UnsupportedError
 from megatron.core.upstream.table import CORE_NAMES
+from megatron.training.upstream.table import TRAINING_NAMES
 from tests.support.source_code import ROOT
 from tools.write_stubs import list_stubs
 
@@ -68,6 +70,19 @@ def test_stubs_are_current_and_import_what_is_there() -> None:
             if isinstance(node, ast.ImportFrom) and node.module != "typing":
                 for alias in node.names:
                     assert find(str(node.module), alias.name) is not find, path
+
+
+def test_files_declare_what_a_table_puts_there() -> None:
+    """Type checkers do not see names that are found at run time. Those of star imports alone need no declaration."""
+    missing = []
+    for names in (CORE_NAMES, TRAINING_NAMES):
+        for module in {*names.defined, *names.refused} - {*names.starred}:
+            file = ROOT.joinpath(*module.split(".")).with_suffix(".py")
+            if file.exists() and "__getattr__" not in file.read_text():
+                declared = {word for line in file.read_text().splitlines() for word in re.findall(r"\w+", line)}
+                wanted = {*names.defined.get(module, {}), *names.refused.get(module, {})}
+                missing += [f"{module}.{name}" for name in wanted - declared]
+    assert missing == []
 
 
 @pytest.mark.parametrize("module", CORE_NAMES.refused)

@@ -40,6 +40,10 @@ from megatron.core.transformer.moe.grouped_products import choose_expert_product
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.weight_names import WeightNames, divide_layer
 
+# Put here by a table of upstream's names; declared for type checkers.
+SequentialMLP: Any
+TEGroupedMLP: Any
+
 
 def for_each_expert(init: Initialiser) -> Initialiser:
     """The same distribution for each matrix of a stack [experts, out, in], as if it stood alone: Xavier's depends on

@@ -40,6 +40,9 @@ from megatron.core.transformer.moe.routing import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+# Put here by a table of upstream's names; declared for type checkers.
+MoEAuxLossAutoScaler: Any
+
 LOSS_NAMES = {
     "aux_loss": "load_balancing_loss",
     "seq_aux_loss": "seq_load_balancing_loss",

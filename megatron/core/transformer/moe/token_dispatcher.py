@@ -291,3 +291,6 @@ def build_token_dispatcher(config: TransformerConfig, pg_collection: ProcessGrou
     """Build the dispatcher that config.moe_token_dispatcher_type names."""
     kinds = {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher}
     return kinds[config.moe_token_dispatcher_type](config, pg_collection)
+
+
+MoEAlltoAllTokenDispatcher = AllToAllDispatcher  # upstream's name

@@ -20,6 +20,9 @@ from megatron.core.process_groups_config import Group
 from megatron.core.sequences.token_layout import TokenLayout
 from megatron.core.transformer.rotary import Rotation
 
+# Put here by a table of upstream's names; declared for type checkers.
+MultimodalRotaryEmbedding: Any
+
 
 @dataclass(frozen=True)
 class Llama3Scaling:

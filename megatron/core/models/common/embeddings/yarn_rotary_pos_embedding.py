@@ -11,12 +11,16 @@ Queries and keys are multiplied by m = 0.1 ln(factor) + 1, so that scores grow w
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.config_fields.positions import compute_yarn_magnitude
+
+# Put here by a table of upstream's names; declared for type checkers.
+_yarn_get_concentration_factor_from_config: Any
 
 
 class YarnRotaryEmbedding(RotaryEmbedding):
