@@ -14,6 +14,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ def main() -> None:
     from transformers import AutoModelForCausalLM
 
     bridge = AutoBridge.from_hf_pretrained(flags.model)
-    inner = bridge.to_megatron()
+    inner: Any = bridge.to_megatron()
     model = DistributedDataParallel(inner.config, DistributedDataParallelConfig(), inner)
     engine = AutoModelForCausalLM.from_pretrained(flags.model, dtype=torch.float32).eval()
 

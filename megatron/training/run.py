@@ -48,7 +48,7 @@ class Progress:
     """Iterations whose update was not applied because a gradient was not finite."""
     nan_iterations: int = 0
     """Iterations whose loss was not a number."""
-    floating_point_operations: float = 0.0
+    floating_point_operations: int = 0
     """Operations so far, as a loop of one's own counts them; our own loop counts tokens."""
 
     @property
@@ -67,14 +67,14 @@ class Progress:
         """Leave no further iteration: the run only evaluates (--skip-train)."""
         self.target_iterations = self.iteration
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, int]:
         """Return what a checkpoint keeps: everything but the target, which is the next run's own."""
         state = dataclasses.asdict(self)
         # A resumed run may be longer or shorter than the saved one; only its own flags say how long it is.
         del state["target_iterations"]
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, int]) -> None:
         """The inverse of `state_dict`; counts that an older checkpoint lacks stay as they are."""
         # Checkpoints of later releases may hold counts that this one does not know.
         for name in state.keys() & {count.name for count in dataclasses.fields(self)} - {"target_iterations"}:

@@ -134,9 +134,6 @@ MUTABLE_STATE: dict[str, str] = {
     "megatron/core/process_groups_config.py:ProcessGroupCollection._current": (
         "what upstream's constructors without groups mean; only the outermost constructors ask for it"
     ),
-    "megatron/core/transformer/moe/router_replay.py:RouterReplay.global_router_replay_instances": (
-        "upstream's list of this process's routers, for programs that record and replay choices; read by nobody else"
-    ),
     "megatron/core/tensor_parallel/kept_activations.py:_RULES": (
         "the blocks that are open on this thread, as torch keeps its own hooks for saved tensors; empty outside of them"
     ),

@@ -125,7 +125,7 @@ class CommonState:
     scheduler: Mapping[str, Any] | None
     step_count: int | None
     """Updates of the optimizer; None without its state."""
-    floating_point_operations: float = 0.0
+    floating_point_operations: int = 0
 
     @property
     def consumed_train_samples(self) -> int:
@@ -374,7 +374,7 @@ def parse_common_state(content: Any, where: str) -> CommonState:
             _check_count(int(iteration), "iteration"),
             None if scheduler is None else dict(scheduler),
             _find_count(content.get("optimizer")),
-            float(content.get("num_floating_point_operations_so_far") or 0.0),
+            int(content.get("num_floating_point_operations_so_far") or 0),
         )
 
 

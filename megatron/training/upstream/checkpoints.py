@@ -98,7 +98,7 @@ def save_checkpoint(
     args = get_args()
     parts = _parts(args, model, optimizer, opt_param_scheduler)
     parts.progress.iteration = iteration
-    parts.progress.floating_point_operations = float(num_floating_point_operations_so_far)
+    parts.progress.floating_point_operations = int(num_floating_point_operations_so_far)
     # Upstream's scripts count it in args while they train.
     consumed = getattr(args, "consumed_train_samples", None)
     if not consumed:
@@ -141,9 +141,9 @@ def load_checkpoint(
     checkpointing_context: Any = None,
     skip_load_to_model_and_opt: bool = False,
     **groups: Any,
-) -> tuple[int, float]:
+) -> tuple[int, int]:
     """Fill all three from what args.load holds; returns (iterations done, floating-point operations so far, as they
-    were saved by such a loop; 0.0 otherwise).
+    were saved by such a loop; 0 otherwise).
 
     ddp_model: wrapped or bare. optimizer, opt_param_scheduler: None to load weights alone. args.consumed_train_samples
     then says which samples come next. load_arg: "load" only. strict: tensors that the model lacks are always refused.

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core import tensor_parallel
+from megatron.core import mpu, tensor_parallel
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import AttnMaskType
@@ -22,6 +22,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokenizers.null import NullTokenizer
 from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.support.pretend_groups import pretend
 
 CONFIG = TransformerConfig(num_layers=1, hidden_size=24, num_attention_heads=6, kv_channels=4, attention_dropout=0.0)
 ALONE = ProcessGroupCollection.single()
@@ -149,3 +150,18 @@ def test_fields_of_packed_sequences() -> None:
             PackedSeqParams(cu_seqlens_q=bounds, local_cp_size=2, cp_group=group)
     with pytest.raises(ConfigError, match=r"tokens_per_sample.*leave it out"):
         PackedSeqParams(cu_seqlens_q=bounds, tokens_per_sample=3)
+
+
+def test_getters_of_groups_take_upstreams_keywords() -> None:
+    getters = [name for name in dir(mpu) if name.startswith("get_") and name.endswith("_parallel_group")]
+    assert len(getters) > 8 and {getattr(mpu, name)(check_initialized=False) for name in getters} == {None}
+    pretend(3, pp=2, tp=2, dp=2).set_current()
+    mpu.set_virtual_pipeline_model_parallel_world_size(2)
+    held = [mpu.is_rank_in_embedding_group(ignore_virtual=False, vp_stage=stage) for stage in (0, 1)]
+    mpu.set_virtual_pipeline_model_parallel_world_size(None)
+    assert mpu.is_rank_in_embedding_group() and held in ([True, False], [False, True])
+    options: dict[str, Any] = {"with_gtp_remat": False}
+    sizes = [mpu.get_data_parallel_world_size(True, partial_data_parallel=part, **options) for part in (False, True)]
+    of_experts = mpu.get_expert_data_parallel_world_size(partial_expert_data_parallel=True, **options)
+    assert [*sizes, of_experts] == [2, 2, 2]
+    assert mpu.get_data_parallel_rank(**options) == mpu.get_expert_data_parallel_rank(**options)

@@ -229,8 +229,8 @@ def test_routing_of_tokens() -> None:
                             dense_output=True)  # fmt: skip
     assert experts.tolist() == [[0], [0]]
     torch.testing.assert_close(biased, logits[:, :1].sigmoid())
-    _, chosen = route(logits, 1, precomputed_indices=torch.tensor([[2], [2]]))
-    assert chosen.tolist() == [[False, False, True]] * 2
+    _, chosen = route(logits, 2, precomputed_indices=torch.tensor([[2, 0], [2, 1]]))
+    assert chosen.tolist() == [[True, False, True], [False, True, True]]
     with pytest.raises(ConfigError, match="router_replay"):
         route(logits, 1, router_replay=object())
 
@@ -307,9 +307,6 @@ def test_the_number_of_microbatches() -> None:
 
 
 def test_getters_of_groups(pretended: Any) -> None:
-    # Upstream's keywords, by name: golden/data/public_names.tsv has them for functions that programs call.
-    getters = [name for name in dir(parallel_state) if name.startswith("get_") and name.endswith("_parallel_group")]
-    assert len(getters) > 8 and {getattr(parallel_state, name)(check_initialized=False) for name in getters} == {None}
     assert parallel_state.get_context_parallel_group(check_initialized=False) is None
     ProcessGroupCollection.pretend(RankGrid(8, tp=2, cp=2, hybrid_cp=4), 3).set_current()
     group = parallel_state.get_context_parallel_group(check_initialized=True)
@@ -323,15 +320,6 @@ def test_getters_of_groups(pretended: Any) -> None:
     assert parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=1, vp_size=2)
     assert not parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=0, vp_size=2)
     assert not parallel_state.is_pipeline_first_stage(ignore_virtual=True)
-    pretended(3, pp=2, tp=2)
-    parallel_state.set_virtual_pipeline_model_parallel_world_size(2)
-    held = [parallel_state.is_rank_in_embedding_group(ignore_virtual=False, vp_stage=stage) for stage in (0, 1)]
-    assert held == [False, True] and parallel_state.is_rank_in_embedding_group()
-    parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
-    for name in ("get_data_parallel_world_size", "get_data_parallel_rank"):
-        getattr(parallel_state, name)(with_context_parallel=True, with_gtp_remat=False, partial_data_parallel=True)
-    for name in ("get_expert_data_parallel_world_size", "get_expert_data_parallel_rank"):
-        getattr(parallel_state, name)(with_gtp_remat=False, partial_expert_data_parallel=True)
 
 
 def test_mappings_use_the_current_group() -> None:

@@ -231,14 +231,14 @@ def test_a_loop_continues_from_its_checkpoint(tmp_path: Path, args: Namespace) -
     step = lambda *parts: float(train(forward_step, batches(), *parts, args.run_config.model)[0]["lm loss"])  # noqa: E731
     for _ in range(2):
         step(model, optimizer, scheduler)
-    save(2, model, optimizer, scheduler, num_floating_point_operations_so_far=5e3)
+    save(2, model, optimizer, scheduler, num_floating_point_operations_so_far=5000)
     expected = step(model, optimizer, scheduler)
     assert where(args) == str(tmp_path / "iter_0000002")
     args.run_config.checkpoint.load = str(tmp_path)
     again = setup()
     assert (args.iteration, args.consumed_train_samples) == (2, 8)
     assert step(*again) == expected
-    assert load(*again, load_arg="load", strict=True) == (2, 5e3) == (2, args.num_floating_point_operations_so_far)
+    assert load(*again, load_arg="load", strict=True) == (2, 5000) == (2, args.num_floating_point_operations_so_far)
     with pytest.raises(CheckpointError, match="load_arg='pretrained'"):
         load(*again, load_arg="pretrained")
     # Whatever says which function the weights are for, by what the fields say of themselves.
