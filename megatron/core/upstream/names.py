@@ -38,6 +38,23 @@ Starred = Mapping[str, Sequence[str]]
 """Module whose star import must also give these names -> the names, of the table or of the file."""
 
 
+def read_table(package: str, text: str) -> dict[str, dict[str, str]]:
+    """Read where a package's names are defined, to be imported when a name is used: `import megatron.core` loads none.
+
+    Each row, with the further ones that are indented: upstream's module below the package; the defining one, where
+    `@x` is package.upstream.x and `.x` is package.x; names. `name=other` is called other there, `name=` is that module.
+    """
+    table: dict[str, dict[str, str]] = {}
+    for row in text.strip().replace("\n    ", " ").splitlines():
+        module, place, *names = row.split()
+        if place[0] in "@.":
+            place = f"{package}.upstream.{place[1:]}" if place[0] == "@" else package + place
+        found = table.setdefault(package if module == "." else f"{package}.{module}", {})
+        for name, is_other, other in (given.partition("=") for given in names):
+            found[name] = f"{place}:{other}" if is_other else place
+    return table
+
+
 class _Refusing(ABCMeta):
     """The class of refusing classes: programs derive from these and ask isinstance; nothing can be made of them."""
 
