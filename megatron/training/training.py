@@ -27,9 +27,11 @@ from megatron.training.launch.initialize import (
 )
 from megatron.training.launch.memory_limits import explain_memory_shortage
 from megatron.training.launch.preflight import check_before_training
+from megatron.training.launch.seat import Seat
 from megatron.training.loop import train
 from megatron.training.recipes.build import wrap_providers
 from megatron.training.recipes.recipe import Recipe
+from megatron.training.rerun.in_process import train_again_and_again
 from megatron.training.run import Hook, Run
 from megatron.training.setup import build_run, describe_machine, setup
 
@@ -119,6 +121,10 @@ def run_recipe(config: RunConfig, recipe: Recipe, hooks: Sequence[Hook] = ()) ->
         finally:
             CurrentRun.forget()
     try:
+        if config.in_process.inprocess_restart:
+            return train_again_and_again(
+                config, lambda seat, hook: _set_up_and_train(config, recipe, [*hooks, hook], seat)
+            )
         return _set_up_and_train(config, recipe, hooks)
     except (MemoryError, RuntimeError) as error:
         shortage = explain_memory_shortage(error, config, recipe.workload)
@@ -136,15 +142,17 @@ def _build_shown(config: RunConfig, process: Process, recipe: Recipe, hooks: Seq
     return run
 
 
-def _set_up_and_train(config: RunConfig, recipe: Recipe, hooks: Sequence[Hook]) -> Run:
+def _set_up_and_train(config: RunConfig, recipe: Recipe, hooks: Sequence[Hook], seat: Seat | None = None) -> Run:
     try:
-        process = initialize(config)
+        process = initialize(config, seat)
     except RuntimeError as error:
         # The store at which all meet may go with the first rank, before anybody knows who else is there.
         problem = explain_lost_peer(error)
         if problem is None:
             raise
         raise TemporaryError(problem) from error
+    # Where the job may begin again, all meet after a failure and see who is lost.
+    presence = process.presence if seat is None else None
     if process.launch.rank == 0:
         notes = [f"note: {note}" for note in (*config.notes, *process.notes)]
         say("\n".join([describe_machine(process), *notes]))
@@ -160,7 +168,7 @@ def _set_up_and_train(config: RunConfig, recipe: Recipe, hooks: Sequence[Hook]) 
         run = setup(config, process, recipe, hooks)
     except RuntimeError as error:
         # Setting up has collectives of its own: --save is locked and a checkpoint found on the first rank for all.
-        problem = explain_lost_peer(error, process.presence)
+        problem = explain_lost_peer(error, presence)
         if problem is None:
             raise
         raise TemporaryError(problem) from error
@@ -178,7 +186,7 @@ def _set_up_and_train(config: RunConfig, recipe: Recipe, hooks: Sequence[Hook]) 
     except RuntimeError as error:
         if (operation := explain_nondeterminism(error)) is not None:
             raise ConfigError(operation) from error
-        problem = explain_lost_loader(error) or explain_lost_peer(error, process.presence)
+        problem = explain_lost_loader(error) or explain_lost_peer(error, presence)
         if problem is None:
             raise
         raise TemporaryError(problem) from error

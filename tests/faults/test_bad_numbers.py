@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from megatron.training.checkpoint.rng_state import RandomState
 from megatron.training.hooks.validation import ValidationHook
 from megatron.training.loop import train
 from megatron.training.rerun.ledger import LEDGER
+from megatron.training.rerun.outliers import SAMPLES
 from megatron.training.rerun.tracker_file import RejectionLog
+from megatron.training.rerun.validation import GRADIENTS, LOSSES
 from megatron.training.run import Place, Run
 from tests.functional.pretrain_runs import TINY, metrics, run_ranks
-from tests.support.tiny_training import prepare
+from tests.support.tiny_training import prepare, replace_forward_step
 
 WEIGHT = "decoder.layers.1.mlp.linear_fc1.weight"
 
@@ -39,6 +42,58 @@ def _spoil(run: Run, iteration: int, *, microbatch: int = 1) -> None:
 
     module.register_forward_pre_hook(begin)
     module.decoder.layers[1].mlp.linear_fc1.register_forward_hook(spoil)
+
+
+def _raise_loss(run: Run, iteration: int, *, once: bool) -> None:
+    """Multiply what one micro-batch of that iteration gives by 40, the first time or whenever it is computed."""
+    usual, left = run.recipe.forward_step, [1]
+
+    def forward_step(batches: Any, model: Any) -> Any:
+        output, loss_function = usual(batches, model)
+        if run.progress.iteration + 1 == iteration and left[0]:
+            left[0] -= once
+            output = 40.0 * output
+        return output, loss_function
+
+    replace_forward_step(run, forward_step)
+
+
+@pytest.mark.flags("--check-for-spiky-loss", "--check-for-large-grads")
+@pytest.mark.parametrize(("flag", "once"), [("loss", True), ("loss", False), ("grads", True), ("grads", False)])
+def test_R15_a_spike_is_computed_again_and_ends_nothing(
+    flag: str, once: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state, norm = _state(_train()), flag == "grads"
+    flags = ["--check-for-large-grads" if norm else "--check-for-spiky-loss", "--rerun-mode", "validate_results"]
+    run = prepare(*flags, "--result-rejected-tracker-filename", tmp_path / "log", "--log-interval", "1")
+    # What 100 iterations have learned, with a loss and a norm of about 4 and 1.
+    seen = {"largest": {LOSSES: 5.0, GRADIENTS: 2.0}, "seen": {LOSSES: SAMPLES, GRADIENTS: SAMPLES}}
+    (hook,) = [h for h in run.hooks.hooks if isinstance(h, ValidationHook)]  # type: ignore[attr-defined]
+    hook.load_state_dict(seen)
+    _raise_loss(run, 3, once=once)
+    train(run)
+    run.hooks.on_close(run)
+    assert hook.state_dict() == seen
+    assert _same(run, state) == once
+    (warning,) = [line for line in capsys.readouterr().err.splitlines() if "at least 10 times" in line]
+    assert warning.startswith("warning: iteration 3: rank 0, ")
+    assert (", also when it was computed again" in warning) != once
+    what = "the whole step: the gradient norm is" if norm else "micro-batch 0 (samples 8 to 9): lm loss is"
+    assert what in warning
+    second = "first_rerun_not_reproducible" if once else "first_rerun_reproducible"
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert [line.split(" status=")[1].split()[0] for line in lines] == ["initial_run", second]
+
+
+def test_the_usual_values_are_learned_and_kept(tmp_path: Path) -> None:
+    flags = ["--check-for-spiky-loss", "--rerun-mode", "validate_results", "--save", tmp_path, "--load", tmp_path]
+    _train(*flags, "--train-iters", "4", "--lr-decay-iters", "6")
+    run = prepare(*flags)
+    (hook,) = [h for h in run.hooks.hooks if isinstance(h, ValidationHook)]  # type: ignore[attr-defined]
+    state = hook.state_dict()
+    assert state["seen"] == {LOSSES: 4}
+    assert 3.0 < state["largest"][LOSSES] < 6.0
+    run.hooks.on_close(run)
 
 
 def _train(*flags: str | Path, spoilt: int | None = None) -> Run:
@@ -87,6 +142,30 @@ def test_skip_is_what_iterations_to_skip_of_that_iteration_is(
     assert [line["skipped"] is None for line in lines] == [True, False, True]
     assert "decoder.layers.1.mlp.linear_fc1" in lines[1]["skipped"]
     assert "samples 10 to 11" in lines[1]["skipped"]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_comes_together_is_the_run_that_skips_those_iterations(seed: int, tmp_path: Path) -> None:
+    """A policy, computing again or not, a value that comes back or does not, an iteration to be skipped anyway, and a
+    restart in between, drawn by chance; the ledger has each sample once."""
+    draw = random.Random(seed)
+    policy, reruns, lasting = draw.choice(["skip", "rollback"]), draw.random() < 0.5, draw.random() < 0.5
+    bad, asked, end = draw.randint(3, 5), draw.choice([None, 2, 6]), draw.randint(2, 5)
+    flags: list[str | Path] = ["--nan-policy", policy, "--save", tmp_path, "--load", tmp_path, "--save-interval", "2"]
+    flags += ["--rerun-mode", "validate_results"] if reruns else []
+    flags += ["--iterations-to-skip", str(asked)] if asked else []
+    flags += [] if lasting else ["--simulate-fault", f"nan:0,{bad},{WEIGHT}"]
+    skipped = sorted({i for i in (asked, bad if lasting or not reruns else None) if i is not None})
+    expected = _state(_train(*(["--iterations-to-skip", *map(str, skipped)] if skipped else [])))
+    _train(*flags, "--exit-interval", str(end), spoilt=bad if lasting else None)
+    run = _train(*flags, spoilt=bad if lasting else None)
+    assert _same(run, expected), (policy, reruns, lasting, bad, asked, end)
+    lines = [json.loads(line) for line in (tmp_path / LEDGER).read_text().splitlines()]
+    samples = [sample for line in lines for sample in range(line["samples"][0], line["samples"][1] + 1)]
+    assert samples == list(range(24))
+    assert [
+        i for line in lines if line["skipped"] for i in range(line["iterations"][0], line["iterations"][1] + 1)
+    ] == (skipped)
 
 
 def test_rollback_goes_back_and_passes_over_the_samples(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from megatron.cli import train
 from megatron.core.errors import PreflightError, command_line
 from megatron.planner.parameters import count_whole
 from megatron.training.checkpoint.run_tensors import iterate_placed_parameters
+from megatron.training.hooks.sniff_test import describe
 from megatron.training.launch import machine_checks
 from megatron.training.launch.launch import Launch
 from megatron.training.launch.preflight import check_before_training, count_checkpoint_bytes
@@ -24,10 +25,10 @@ from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import STYLES, own_rank, training
 
 
-@pytest.mark.flags("--preflight")
+@pytest.mark.flags("--preflight", "--gpu-sniff-test-interval")
 def test_R26_a_run_on_good_machines_prints_one_table_and_trains(tmp_path: Path) -> None:
     places = ["--save", tmp_path / "save", "--save-interval", "2", "--keep-last", "1", "--metrics-dir", tmp_path]
-    result = run_ranks([*TINY, "--preflight", *places], 2)
+    result = run_ranks([*TINY, "--preflight", *places, "--gpu-sniff-test-interval", "4"], 2)
     assert result.returncode == 0, result.stderr
     assert f"--preflight: 2 ranks on 1 host\n  same python {'':21} {platform.python_version()}" in result.stdout
     for row in ("clocks", "products are right", "speed of sums, data", "write, rename and read in --save"):
@@ -35,6 +36,25 @@ def test_R26_a_run_on_good_machines_prints_one_table_and_trains(tmp_path: Path) 
     # Of 2, 4 and 5, one and the one that is being written.
     assert "for 2 checkpoints" in result.stdout
     assert len(metrics(tmp_path)) == 5
+    assert result.stdout.count("sniff test after iteration") == 1
+    assert "sniff test after iteration 4\n  products, GFLOP/s: median " in result.stdout
+    assert "\n  sums over data, GB/s: median " in result.stdout
+
+
+def test_the_sniff_test_names_who_is_far_from_the_median() -> None:
+    speeds = (100.0, 101.0, 99.0, 50.0)
+    measured = [
+        machine_checks.Measured(
+            rank, f"host{rank}", {}, 0.0, speed * 1e9, 0.0, True, 0, None, True, None,
+            groups={"data": {"bytes_per_second": 2e9, "expected": None}},
+        )
+        for rank, speed in enumerate(speeds)
+    ]  # fmt: skip
+    assert list(describe(measured)) == [
+        "products, GFLOP/s: median 99.5, mean 87.5, min 50, max 101",
+        "OUTLIER rank 3 (host3): 50 (-49.7 %)",
+        "sums over data, GB/s: median 2, mean 2, min 2, max 2",
+    ]
 
 
 def test_R26_where_a_check_fails_nothing_is_trained_and_launchers_see_code_1(

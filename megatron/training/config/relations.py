@@ -75,6 +75,16 @@ def bad_numbers_can_be_left(run: RunGroups) -> Iterator[str]:
         )
 
 
+def restarts_go_on_from_what_is_saved(run: RunGroups) -> Iterator[str]:
+    """--inprocess-restart begins again from the run's own checkpoints, where it saves."""
+    save, load = run.checkpoint.save, run.checkpoint.load
+    if run.in_process.inprocess_restart and save is not None and (load is None or Path(save) != Path(load)):
+        yield (
+            f"--inprocess-restart begins again from the newest checkpoint of --save {save} by --load, found "
+            f"{load or 'none'}; give both the same directory"
+        )
+
+
 def run_is_described(run: RunGroups) -> Iterator[str]:
     """Check for what every training run must say, and nothing can be guessed for."""
     if run.data.seq_length is None:
@@ -358,6 +368,6 @@ RELATIONS = (
     growing_batch_is_possible, units_agree, there_is_a_step, warmup_ends_before_the_decay, warmup_rises,
     final_decay_has_a_length,
     constant_weight_decay_is_said_once, weights_come_from_somewhere, checkpoint_format_fits_the_sharding,
-    bad_numbers_can_be_left, upstream_knows_what_is_saved, copies_of_local_files_have_their_ranks,
-    profiled_ranks_exist,
+    bad_numbers_can_be_left, restarts_go_on_from_what_is_saved, upstream_knows_what_is_saved,
+    copies_of_local_files_have_their_ranks, profiled_ranks_exist,
 )  # fmt: skip

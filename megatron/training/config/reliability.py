@@ -193,6 +193,10 @@ class ReliabilityConfig(CheckedConfig):
     disable_straggler_on_startup: bool = flag(False, needs=_STRAGGLER)
     """Report only when switched on by --straggler-ctrlr-port."""
 
+    gpu_sniff_test_interval: int | None = flag(None, minimum=1, unit="iterations")
+    """Iterations between measurements of each rank's device and groups, those of --preflight, which name the ranks that
+    are far from the median; they take about a second."""
+
     def problems(self) -> Iterator[str]:
         """Each fault can be read, and what is injected is said in one way."""
         yield from find_injection_problems(self)

@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig, TokenizerConfig
 from megatron.training.config.distributed import DistributedInitConfig
+from megatron.training.config.in_process import InProcessConfig
 from megatron.training.config.logging import LoggerConfig
 from megatron.training.config.model import GPTModelFlags
 from megatron.training.config.profiling import ProfilingConfig
@@ -41,6 +42,7 @@ class RunGroups:
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     distributed: DistributedInitConfig = field(default_factory=DistributedInitConfig)
     reliability: ReliabilityConfig = field(default_factory=ReliabilityConfig)
+    in_process: InProcessConfig = field(default_factory=InProcessConfig)
     world_size: int = 1
     sources: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

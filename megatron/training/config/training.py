@@ -74,9 +74,11 @@ class TrainingConfig(CheckedConfig):
     """Give cached GPU memory back to the device: 1 after forward and backward of every iteration, 2 also after the
     update. Slower, but other allocations find larger pieces."""
     check_for_spiky_loss: bool = False
-    """Warn of a loss of at least 10 times the largest of the run's first 100 iterations."""
+    """Warn of a loss of at least 10 times the largest of the run's first 100 iterations; with --rerun-mode
+    validate_results, compute the step again, and go on with that."""
     check_for_large_grads: bool = False
-    """Warn of a gradient norm of at least 10 times the largest of the run's first 100 iterations."""
+    """Warn of a gradient norm of at least 10 times the largest of the run's first 100 iterations; with --rerun-mode
+    validate_results, compute the step again, and go on with that."""
     check_weight_hash_across_dp_replicas_interval: int | None = flag(
         None, minimum=1, unit="iterations", needs=Needs("several processes", lambda run: run.world_size > 1)
     )

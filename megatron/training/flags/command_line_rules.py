@@ -74,5 +74,11 @@ def environment_problems(run: RunConfig, environ: Mapping[str, str]) -> Iterator
             f"{sharding_flag(run)} needs several hardware queues, but CUDA_DEVICE_MAX_CONNECTIONS=1 in the "
             "environment; unset it"
         )
+    active, there_are = run.in_process.inprocess_active_world_size, environ.get("WORLD_SIZE", "1")
+    if run.in_process.inprocess_restart and active is not None and there_are.isdecimal() and active > int(there_are):
+        yield (
+            f"{run.say('inprocess_active_world_size')} is more than the {there_are} processes that WORLD_SIZE in the "
+            "environment counts; give at most so many"
+        )
     if run.model.deterministic_mode and environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0") != "0":
         yield "NVTE_ALLOW_NONDETERMINISTIC_ALGO in the environment contradicts --deterministic-mode; set it to 0"

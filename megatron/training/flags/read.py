@@ -115,6 +115,10 @@ def examine(
     # The command line is parsed first, to find --config, and merged last, to win.
     _merge(parsed, command_line)
     world_size = _world_size(environ, parsed)
+    active = parsed.given.get("inprocess_active_world_size")
+    if "inprocess_restart" in parsed.given and active is not None and isinstance(active.value, int):
+        # The others wait. More than there are is a problem, which environment_problems() names.
+        world_size = max(1, min(world_size, active.value))
     tried = parsed.given.get("dry_run_world_size")
     if tried is not None and isinstance(tried.value, int) and 1 <= tried.value <= _LARGEST_WORLD:
         # Of the job that a dry run tries, whatever this process belongs to.

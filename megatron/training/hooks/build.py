@@ -43,6 +43,7 @@ from megatron.training.hooks.replicas import WeightHashHook
 from megatron.training.hooks.routes import RoutingReplayHook, RoutingTraceHook
 from megatron.training.hooks.run_history import EventsHook, TimesHook
 from megatron.training.hooks.simulated_faults import SimulatedFaultsHook
+from megatron.training.hooks.sniff_test import SniffTestHook
 from megatron.training.hooks.stragglers import StragglerHook
 from megatron.training.hooks.validation import ValidationHook
 from megatron.training.hooks.writers import MetricsFileHook, TensorBoardHook, WandbHook
@@ -59,7 +60,7 @@ HOOKS: tuple[type[Hook], ...] = (
     # Phase.CONTROL
     CrashLoopHook, SimulatedFaultsHook, InjectedFaultsHook,
     ValidationHook, NonFiniteHook, WeightHashHook, OutlierHook, CollectiveTimeoutHook, FreeMemoryHook,
-    GarbageCollectionHook,
+    GarbageCollectionHook, SniffTestHook,
     EvaluationHook, NonLossDataHook, SkipIterationsHook, ExitHook,
     # Phase.SAVE
     ParamsDumpHook, WeightGradsDumpHook, ActivationsDumpHook, ActivationGradsDumpHook, TokensPerExpertDumpHook,

@@ -14,15 +14,12 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.errors import NonFiniteError, say
 from megatron.training.config.container import RunConfig
 from megatron.training.metrics import Row
+from megatron.training.rerun.outliers import Yardstick
 from megatron.training.rerun.replay import StepStart, find_first_bad
 from megatron.training.run import Hook, HookContext, Run, Step
 
 if TYPE_CHECKING:
     from megatron.training.data.loading import Batch
-
-# Both numbers are upstream's.
-SAMPLES = 100
-FACTOR = 10.0
 
 
 class NonFiniteHook(Hook):
@@ -104,51 +101,42 @@ class NonFiniteHook(Hook):
 class OutlierHook(Hook):
     """--check-for-spiky-loss, --check-for-large-grads: warns of values far beyond what the run has shown.
 
-    The first SAMPLES iterations, warm-up included, give the largest usual value, which checkpoints keep; afterwards
-    anything that is FACTOR times as large is worth a look at the data or at the machine. Nothing is stopped and nothing
-    is skipped. The first rank prints.
+    Nothing is stopped and nothing is skipped. The first rank prints. With --rerun-mode validate_results the step's
+    validator judges them, before the update (rerun/validation.py).
     """
 
     def __init__(self, *, losses: bool, gradients: bool) -> None:
         self.losses, self.gradients = losses, gradients
-        self.largest: dict[str, float] = {}
-        self.seen: dict[str, int] = {}
+        self.yardstick = Yardstick()
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> OutlierHook | None:
         """Return the hook for --check-for-spiky-loss and --check-for-large-grads; None where it is not asked for."""
         spiky, large = config.training.check_for_spiky_loss, config.training.check_for_large_grads
-        return cls(losses=spiky, gradients=large) if spiky or large else None
+        is_validated = config.reliability.rerun_mode == "validate_results"
+        return cls(losses=spiky, gradients=large) if (spiky or large) and not is_validated else None
 
     def on_metrics(self, run: Run, rows: Sequence[Row]) -> None:
-        """Learn from the first steps, judge the others. Values that are no numbers are another check's business."""
+        """Learn from the first steps, judge the others."""
         for row in rows:
             values = dict(row.losses) if self.losses else {}
             if self.gradients:
                 values["the gradient norm"] = row["grad_norm"]
             for name, value in values.items():
-                if math.isfinite(value) and self._is_outlier(name, value) and run.is_first_rank:
+                if self.yardstick.learn(name, value) or not self.yardstick.is_outlier(name, value):
+                    continue
+                if run.is_first_rank:
                     last = int(row["consumed_samples"]) - 1
                     say(
-                        f"warning: iteration {row.iteration}: {name} is {value:.6g}, at least {FACTOR:g} times the "
-                        f"{self.largest[name]:.6g} that the first {SAMPLES} iterations reached; look at samples "
-                        f"{last + 1 - int(row['global_batch_size'])} to {last}",
+                        f"warning: iteration {row.iteration}: {name} is {value:.6g}, {self.yardstick.describe(name)}; "
+                        f"look at samples {last + 1 - int(row['global_batch_size'])} to {last}",
                         sys.stderr,
                     )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the largest values seen and how many there were, by name."""
-        return {"largest": self.largest, "seen": self.seen}
+        """Return the yardstick."""
+        return self.yardstick.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the values that the checkpoint holds."""
-        self.largest, self.seen = dict(state["largest"]), dict(state["seen"])
-
-    def _is_outlier(self, name: str, value: float) -> bool:
-        seen = self.seen.get(name, 0)
-        # Nothing is judged before the yardstick is complete.
-        if seen < SAMPLES:
-            self.seen[name] = seen + 1
-            self.largest[name] = max(self.largest.get(name, value), value)
-            return False
-        return value >= FACTOR * self.largest[name]
+        """Continue with the one that the checkpoint holds."""
+        self.yardstick.load_state_dict(state)

@@ -10,7 +10,6 @@ some have looked too early, or hosts have run ahead of their devices.
 
 from __future__ import annotations
 
-import itertools
 import time
 
 from torch.distributed import PrefixStore, Store
@@ -25,9 +24,6 @@ _MEETING_SECONDS = 1.0
 """Seconds that ranks wait for each other after a step. Those with the same signal come together within milliseconds."""
 _PAUSE_SECONDS = 0.005
 
-_meetings = itertools.count()
-"""Numbers the agreements of this process, which every rank makes in the same order: the store outlives a run."""
-
 
 class StopAgreement:
     """Of one run. One process agrees with itself at once."""
@@ -39,7 +35,12 @@ class StopAgreement:
         """Someone has been asked, and this rank knows it."""
         self._step = 0
         self._next_look_at = 0.0
-        self._store = PrefixStore(f"megatron/stop{next(_meetings)}", rendezvous_store()) if self.size > 1 else None
+        self._store: Store | None = None
+        if self.size > 1:
+            store = rendezvous_store()
+            # Every rank makes its agreements in the same order, and the store may outlive a run.
+            number = store.add(f"megatron/stops/{self.rank}", 1)
+            self._store = PrefixStore(f"megatron/stop{number}", store)
 
     def ask(self, reason: str) -> None:
         """Note that this rank wants the run to end; the first reason counts. Harmless from another thread."""

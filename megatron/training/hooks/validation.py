@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.dist_checkpointing.agreement import on_first_rank
 from megatron.core.dist_checkpointing.directory import latest_iteration
@@ -14,7 +14,13 @@ from megatron.core.errors import NonFiniteError, say
 from megatron.training.checkpoint.save_and_load import load_checkpoint
 from megatron.training.config.container import RunConfig
 from megatron.training.rerun.replay import StepStart
-from megatron.training.rerun.validation import RepeatStatistics, StepRejectedError, StepValidator
+from megatron.training.rerun.validation import (
+    GRADIENTS,
+    LOSSES,
+    RepeatStatistics,
+    StepRejectedError,
+    StepValidator,
+)
 from megatron.training.run import Hook, HookContext, Place, Run, Step
 
 if TYPE_CHECKING:
@@ -27,7 +33,9 @@ class ValidationHook(Hook):
     def __init__(self, config: RunConfig, place: Place) -> None:
         settings, self._save = config.reliability, config.checkpoint.save
         self._policy, self._checks = settings.nan_policy, settings.rerun_mode != "report_stats"
-        self._validator = StepValidator(settings, self._save, place, config.model.seed)
+        checks = {LOSSES: config.training.check_for_spiky_loss, GRADIENTS: config.training.check_for_large_grads}
+        spikes = [kind for kind, is_checked in checks.items() if is_checked]
+        self._validator = StepValidator(settings, self._save, place, config.model.seed, spikes)
         self._statistics = None if self._checks else RepeatStatistics()
         self._start: StepStart | None = None
         self._rejected: dict[int, str] = {}
@@ -79,6 +87,14 @@ class ValidationHook(Hook):
             self._validator.validate(run, self._start)
         else:
             self._statistics.validate(run, self._start)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is usual of losses and gradients."""
+        return self._validator.yardstick.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with what the checkpoint holds."""
+        self._validator.yardstick.load_state_dict(state)
 
     def _pass_over(self, run: Run, iteration: int) -> None:
         run.pass_over(self._rejected[iteration])

@@ -16,7 +16,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ import torch.distributed as dist
 
 from megatron.core.errors import TemporaryError, say, tell_launcher
 from megatron.core.process_groups_config import group_ranks
-from megatron.core.progress_record import ENDED, VERDICT, ProgressRecord
+from megatron.core.progress_record import ENDED, STEP, VERDICT, ProgressRecord
 from megatron.core.traffic import Meter
 from megatron.training.config.container import RunConfig
 from megatron.training.launch import hang_watcher
@@ -46,19 +47,35 @@ _USUAL_STEPS = 20.0
 """A step that takes so many times as long as the longest of the first ones is taken for hung."""
 
 
+@dataclass(frozen=True)
+class HangLimits:
+    """Times of a watch, and what follows a hang."""
+
+    seconds: float | None
+    """Silence of a step that is taken for a hang; None where it follows from the first steps."""
+    most_seconds: float
+    """The same until then."""
+    poll_seconds: float = hang_watcher.POLL_SECONDS
+    """Between two looks of the watcher."""
+    rejoin_seconds: float = 0.0
+    """Time in which ranks must come out of the step, to begin again; 0: they end."""
+    termination_seconds: float = 0.0
+    """Between SIGTERM and SIGKILL for a rank that does not."""
+
+
 class HangWatch:
     """Of this process. All that it does is for the watcher; no error of it ends a run."""
 
     def __init__(
-        self, launch: Launch, store: dist.Store, seconds: float | None, most_seconds: float, save: str | None
+        self, launch: Launch, store: dist.Store, limits: HangLimits, save: str | None, cut: Callable[[], None]
     ) -> None:
-        """seconds: --hang-timeout, None where it follows from the first steps; most_seconds: until then; save: where a
-        report is written. Raises OSError where records cannot be kept."""
-        self._launch, self._seconds, self._save = launch, seconds, save
+        """save: where a report is written; cut: ends the connections of this process's groups. Raises OSError where
+        records cannot be kept."""
+        self._launch, self._limits, self._save, self._cut = launch, limits, save, cut
         self._directory, self._lock = _agree_on_directory(launch, store)
         self._path = self._directory / f"rank_{launch.rank}.progress"
         self._record = ProgressRecord.make(self._path, launch.rank)
-        self._record.set_limit(most_seconds if seconds is None else seconds)
+        self._record.set_limit(limits.most_seconds if limits.seconds is None else limits.seconds)
         self._meters: dict[dist.ProcessGroup, Meter] = {}
         self._stack_file = self._path.with_suffix(".stack").open("w")
         # In C, without the interpreter lock: also where a thread holds it.
@@ -67,8 +84,8 @@ class HangWatch:
         self._steps = 0
         self._longest_seconds = 0.0
         self._began_at = 0.0
-        self._starts_watcher = launch.local_rank == 0
-        if seconds is not None:
+        self._starts_watcher = launch.is_first_of_host
+        if limits.seconds is not None:
             self._start_watcher()
         threading.Thread(target=self._listen, name="hang watch", daemon=True).start()
 
@@ -96,14 +113,16 @@ class HangWatch:
         # The first one compiles and connects.
         if self._steps > 1:
             self._longest_seconds = max(self._longest_seconds, time.monotonic() - self._began_at)
-        if self._seconds is not None or self._steps != _FEW_STEPS:
+        if self._limits.seconds is not None or self._steps != _FEW_STEPS:
             return None
         limit = max(_SHORTEST_SECONDS, _USUAL_STEPS * self._longest_seconds)
         self._record.set_limit(limit)
         return limit
 
     def close(self) -> None:
-        """Leave in order."""
+        """Leave in order; further calls do nothing."""
+        if self._ended.is_set():
+            return
         self._ended.set()
         self._record.leave_step(ENDED)
         faulthandler.unregister(hang_watcher.STACK_SIGNAL)
@@ -128,6 +147,7 @@ class HangWatch:
                     self._path.with_suffix(hang_watcher.RECORDER).write_text(read_flight_recorder())
             if told == VERDICT:
                 self._leave()
+                return
 
     def _start_watcher(self) -> None:
         """Start the watcher of this host, once, on its first rank."""
@@ -139,7 +159,9 @@ class HangWatch:
         program = (
             f"import sys; sys.path.insert(0, {root!r}); from {hang_watcher.__name__} import main; main(sys.argv[1:])"
         )
-        arguments = [str(self._directory), str(launch.master_addr), str(launch.master_port), _prefix(launch)]
+        limits = self._limits
+        times = [str(t) for t in (limits.poll_seconds, limits.rejoin_seconds, limits.termination_seconds)]
+        arguments = [str(self._directory), str(launch.master_addr), str(launch.master_port), _prefix(launch), *times]
         with contextlib.suppress(OSError):
             subprocess.Popen(
                 [sys.executable, "-c", program, *arguments, *([self._save] if self._save else [])],
@@ -148,7 +170,14 @@ class HangWatch:
             )
 
     def _leave(self) -> None:
-        """End this process, whatever its main thread waits for."""
+        """End this process, whatever its main thread waits for; one that may begin again, only if it does not."""
+        if self._limits.rejoin_seconds:
+            self._cut()
+            deadline = time.monotonic() + self._limits.rejoin_seconds
+            while time.monotonic() < deadline:
+                # What it does before it begins again, a save for example, takes what it takes.
+                if self._ended.wait(_POLL_SECONDS) or self._record.read().phase != STEP:
+                    return
         sentence = "the job makes no progress"
         with contextlib.suppress(OSError):
             sentence = (self._directory / hang_watcher.VERDICT_FILE).read_text()
@@ -180,22 +209,31 @@ def _describe_entry(entry: dict[str, Any]) -> str:
     return f"{entry['profiling_name']} number {number} of group {entry['process_group'][1]} ({sizes}): {state}"
 
 
-def build_hang_watch(config: RunConfig, launch: Launch, store: dist.Store) -> HangWatch | None:
-    """Return the watch of a run of several processes; None with --hang-timeout 0, and where it cannot be had."""
-    seconds = config.reliability.hang_timeout
+def build_hang_watch(config: RunConfig, launch: Launch, store: dist.Store, cut: Callable[[], None]) -> HangWatch | None:
+    """Return the watch of a run of several processes; None with --hang-timeout 0, and where it cannot be had. cut: ends
+    the connections of this process's groups."""
+    seconds, again = config.reliability.hang_timeout, config.in_process
     if seconds == 0:
         return None
     try:
         # Before anything is known of the steps: a little less than collectives wait, which end the run unnamed.
-        most = 54.0 * config.distributed.distributed_timeout_minutes
-        return HangWatch(launch, store, seconds, most, config.checkpoint.save)
+        limits = HangLimits(seconds, 54.0 * config.distributed.distributed_timeout_minutes)
+        if again.inprocess_restart:
+            limits = HangLimits(
+                again.inprocess_soft_timeout if seconds is None else seconds,
+                limits.most_seconds,
+                again.inprocess_monitor_process_interval,
+                again.inprocess_hard_timeout - again.inprocess_soft_timeout,
+                again.inprocess_termination_grace_time,
+            )
+        return HangWatch(launch, store, limits, config.checkpoint.save, cut)
     except (OSError, ValueError, RuntimeError) as error:
         say(f"warning: rank {launch.rank} is not watched for hangs ({' '.join(str(error).split())})", sys.stderr)
         return None
 
 
 def _prefix(launch: Launch) -> str:
-    return f"megatron/hang/{launch.attempt}"
+    return f"megatron/hang/{launch.attempt}.{launch.beginning}"
 
 
 def _agree_on_directory(launch: Launch, store: dist.Store) -> tuple[Path, int | None]:
@@ -204,7 +242,7 @@ def _agree_on_directory(launch: Launch, store: dist.Store) -> tuple[Path, int | 
     # Two nodes may have one name: containers, or two launchers on one machine.
     key = f"{_prefix(launch)}/directory/{socket.gethostname()}/{launch.node}"
     lock = None
-    if launch.local_rank == 0:
+    if launch.is_first_of_host:
         place = Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
         _remove_abandoned(place)
         directory = tempfile.mkdtemp(prefix=_DIRECTORIES, dir=place)

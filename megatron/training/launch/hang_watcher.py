@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process that watches the ranks of one host; the first of them starts it, with the arguments
 
-    RECORDS HOST PORT PREFIX [REPORTS]
+    RECORDS HOST PORT PREFIX POLL REJOIN TERMINATION [REPORTS]
 
 It reads their progress records (megatron/core/progress_record.py), and so needs neither their interpreter lock nor
 their consent. When a step is silent for longer than its limit, the watchers of all hosts put what they see into the
 job's store at HOST and PORT, one of them judges, and each lets its ranks end with exit code 75; a rank that cannot is
-killed.
+killed. POLL are the seconds between two looks; REJOIN, where the job begins again inside its processes, those in which
+ranks must have come out of the step; TERMINATION those between SIGTERM and SIGKILL for ranks that have not.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ STACK_SIGNAL = signal.SIGRTMIN + 7
 VERDICT_FILE = "verdict.txt"
 RECORDER = ".recorder"
 """Suffix of the file in which a rank writes what torch's flight recorder knows."""
-_POLL_SECONDS = 0.25
+POLL_SECONDS = 0.25
 _SHORT_LIMIT_SECONDS = 20.0
 _ANSWER_SECONDS = 10.0
 """Seconds that the judge waits for the other hosts, which answer within one unless they are busy, or gone."""
@@ -107,8 +108,11 @@ def read_process_state(process: int) -> str | None:
 class Watcher:
     """Watches the ranks whose records are in one directory."""
 
-    def __init__(self, directory: Path, address: tuple[str, int], prefix: str, reports: Path) -> None:
+    def __init__(
+        self, directory: Path, address: tuple[str, int], prefix: str, times: tuple[float, float, float], reports: Path
+    ) -> None:
         self._directory, self._address, self._prefix, self._reports = directory, address, prefix, reports
+        self._poll_seconds, self._rejoin_seconds, self._termination_seconds = times
         self._ranks: dict[Path, Watched] = {}
         self._store: Store | None = None
         self._connects = False
@@ -116,7 +120,7 @@ class Watcher:
     def run(self) -> None:
         """Watch until the last rank of this host has ended, or the job was found to be hung."""
         while True:
-            time.sleep(_POLL_SECONDS)
+            time.sleep(self._poll_seconds)
             self._find_ranks()
             now = time.monotonic()
             is_hung = [watched for watched in list(self._ranks.values()) if watched.look(now)]
@@ -200,7 +204,7 @@ class Watcher:
             states = [RankState.from_json(s) for host in found.values() for s in _list(host["states"])]
             if len(states) >= world or time.monotonic() > deadline:
                 return states, [str(host["stacks"]) for host in found.values() if host["stacks"]]
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     @staticmethod
     def _wait_for_verdict(store: Store) -> None:
@@ -208,7 +212,7 @@ class Watcher:
         would look like the cause."""
         deadline = time.monotonic() + 2 * _ANSWER_SECONDS
         while time.monotonic() < deadline and not store.check(["judged"]):
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def _collect_stacks(self) -> str:
         for watched in self._ranks.values():
@@ -236,7 +240,8 @@ class Watcher:
         silent = max((state.silent_seconds for state in states), default=0.0)
         return (
             f"the job has made no progress for {silent:.0f} s (--hang-timeout): {verdict.sentence}; "
-            f"{path} has the progress and the stacks of all ranks; start again"
+            f"{path} has the progress and the stacks of all ranks; "
+            + ("it begins again without those that cannot" if self._rejoin_seconds else "start again")
         )
 
     def _end_ranks(self, verdict: Verdict | None, sentence: str) -> None:
@@ -249,17 +254,38 @@ class Watcher:
         if verdict is not None and self._store is not None:
             with contextlib.suppress(RuntimeError):
                 self._store.set("judged", "1")
-        deadline = time.monotonic() + _END_SECONDS
-        left = [w.record.read().process for w in self._ranks.values()]
-        while left and time.monotonic() < deadline:
+        if self._rejoin_seconds:
+            # Now: the others meet as soon as it is gone, and it could wake up among them.
+            self._signal(signal.SIGKILL, only_stopped=True)
+        self._wait_for_ranks(self._rejoin_seconds + _END_SECONDS)
+        if self._termination_seconds and self._signal(signal.SIGTERM):
+            self._wait_for_ranks(self._termination_seconds)
+        # Stopped, or in a call that does not let go of the interpreter lock.
+        self._signal(signal.SIGKILL)
+
+    def _wait_for_ranks(self, seconds: float) -> None:
+        """Wait for those that still can leave."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            left = self._list_hung()
+            if all(read_process_state(process) in (None, "T", "t") for process in left):
+                return
             time.sleep(0.05)
-            left = [process for process in left if read_process_state(process) not in (None, "T", "t")]
-        for watched in self._ranks.values():
-            process = watched.record.read().process
-            # Stopped, or in a call that does not let go of the interpreter lock.
-            if read_process_state(process) is not None:
-                with contextlib.suppress(OSError):
-                    os.kill(process, signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals, *, only_stopped: bool = False) -> bool:
+        """Send it to the ranks that have not left; True where there is one."""
+        found = [p for p in self._list_hung() if not only_stopped or read_process_state(p) in ("T", "t")]
+        for process in found:
+            with contextlib.suppress(OSError):
+                os.kill(process, number)
+        return bool(found)
+
+    def _list_hung(self) -> list[int]:
+        """Return the processes of ranks that are not through with the step that hangs."""
+        left = [w.record.read() for w in self._ranks.values() if not self._has_left(w)]
+        if self._rejoin_seconds:
+            left = [r for r in left if r.phase == STEP or read_process_state(r.process) in ("T", "t")]
+        return [record.process for record in left]
 
 
 def _list(value: object) -> list[dict[str, object]]:
@@ -271,8 +297,8 @@ def main(arguments: Sequence[str]) -> None:
     """Watch; the ranks' Ctrl-C and SIGTERM are not this process's."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    directory, host, port, prefix, *reports = arguments
+    directory, host, port, prefix, poll, rejoin, termination, *reports = arguments
     place = Path(reports[0]) if reports else Path(tempfile.gettempdir())
-    Watcher(Path(directory), (host, int(port)), prefix, place).run()
+    Watcher(Path(directory), (host, int(port)), prefix, (float(poll), float(rejoin), float(termination)), place).run()
     # What killed ranks have left.
     shutil.rmtree(directory, ignore_errors=True)

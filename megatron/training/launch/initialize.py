@@ -41,6 +41,7 @@ from megatron.training.launch.hang_watch import HangWatch, build_hang_watch
 from megatron.training.launch.launch import Launch, add_world_size, read_launch
 from megatron.training.launch.presence import Presence
 from megatron.training.launch.rendezvous import StartupCheck, open_store
+from megatron.training.launch.seat import Seat
 
 
 @dataclass(frozen=True)
@@ -60,15 +61,20 @@ class Process:
     """With several processes: what tells when the job is hung, and for whom it waits."""
 
 
-def initialize(config: RunConfig) -> Process:
+def initialize(config: RunConfig, seat: Seat | None = None) -> Process:
     """Join the job and seed. One process opens no port and needs no process group.
+
+    seat: this process's place where the job begins again inside its processes; as the environment says when None.
 
     On the CPU, settings that only a GPU can follow give way in `config`, where that changes no number.
 
     Raises ConfigError for an environment that cannot be used or ranks that were started differently, TopologyError for
     a layout that does not fit, TemporaryError when peers do not come within --distributed-timeout-minutes.
     """
-    launch = read_launch(os.environ)
+    launch = read_launch(os.environ) if seat is None else seat.launch
+    if seat is not None:
+        # For whoever reads them there: the process may have another place than its launcher gave it.
+        os.environ |= {"RANK": str(launch.rank), "WORLD_SIZE": str(launch.world_size)}
     if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) != (launch.rank, launch.world_size):
         raise ConfigError(
             f"torch.distributed runs as rank {dist.get_rank()} of {dist.get_world_size()}, and the environment says "
@@ -97,20 +103,23 @@ def initialize(config: RunConfig) -> Process:
     timeout = timedelta(minutes=config.distributed.distributed_timeout_minutes)
     presence = watch = connections = None
     # A program that has joined the processes itself (Ray's do) watches over them itself.
-    if launch.agent_store and not dist.is_initialized():
+    if launch.agent_store and seat is None and not dist.is_initialized():
         # torchrun itself may be killed. What it has started would train on, while it is started again beside it.
         end_with_parent(os.getppid())
     if launch.world_size > 1 and not dist.is_initialized():
         backend = config.distributed.distributed_backend or device_module.choose_backend(device)
-        store = open_store(launch, timeout.total_seconds())
+        store = open_store(launch, timeout.total_seconds()) if seat is None else seat.store
+        patience = timeout.total_seconds() if seat is None else seat.patience_seconds
         # Ranks with different flags would hang in a collective that only some of them reach; here they get a sentence.
         gpu = device_module.identify_gpu(device) if backend == "nccl" else None
-        check = StartupCheck(store, launch.rank, launch.world_size, timeout.total_seconds())
+        check = StartupCheck(store, launch.rank, launch.world_size, patience)
         check.check(config.flag_values(), gpu, {"kernels in Triton": find_obstacle(device)})
         # Never with `device_id`, although torch suggests it: communicators are then made at once, and sends and
         # receives of pipeline stages go through that of their whole group, in one order with all else that it carries,
         # where those that are posted early can wait for each other for ever.
         connections = Connections()
+        if seat is not None:
+            seat.cut = connections.cut
         with connections.noting():
             dist.init_process_group(
                 backend=backend,
@@ -120,7 +129,11 @@ def initialize(config: RunConfig) -> Process:
                 timeout=timeout,
             )
         presence = Presence(launch, store)
-        watch = build_hang_watch(config, launch, store)
+        watch = build_hang_watch(config, launch, store, connections.cut)
+        if seat is not None:
+            seat.give_back_later(presence.close)
+            if watch is not None:
+                seat.give_back_later(watch.close)
     with contextlib.nullcontext() if connections is None else connections.noting():
         urgent = config.distributed.high_priority_stream_groups
         groups = ProcessGroupCollection.build(grid, launch.rank, timeout, urgent)

@@ -45,10 +45,19 @@ class Launch:
     """torchrun's agent already serves the meeting point; rank 0 need not open it."""
     attempt: int = 0
     """Number of times that torchrun has restarted the job: an earlier attempt's messages are not ours."""
+    beginning: int = 0
+    """Number of times that the job has begun again inside its processes since."""
+    leads_host: bool | None = None
+    """True for the one process that acts for all of the job on its host; that of local rank 0 when None."""
     job: str = "N/A"
     """SLURM's id of the job."""
     node: str = "0"
     """Number of this node among those of the launcher (torchrun's agents, SLURM's nodes), where that says it."""
+
+    @property
+    def is_first_of_host(self) -> bool:
+        """True for one of the processes of the job on each host."""
+        return self.local_rank == 0 if self.leads_host is None else self.leads_host
 
 
 def read_launch(environ: Mapping[str, str]) -> Launch:

@@ -123,7 +123,7 @@ def measure_machine(
         free_memory_bytes=os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         sum_bytes_per_second=sums[ALL_RANKS][0] if sums else None,
         sum_is_right=all(is_right for _, is_right in sums.values()),
-        disk=None if save is None or launch.local_rank != 0 else try_disk(save),
+        disk=None if save is None or not launch.is_first_of_host else try_disk(save),
         processors=count_processors(),
         free_device_bytes=None if is_cpu else device.read_total_memory_bytes() - device.read_used_memory_bytes(),
         groups={

@@ -7,6 +7,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import torch.distributed as dist
+
 from megatron.core.collectives import all_gather_object
 from megatron.core.dist_checkpointing.save_plan import list_boxes
 from megatron.core.errors import PreflightError, say
@@ -28,8 +30,7 @@ def check_before_training(run: Run, launch: Launch, groups: ProcessGroupCollecti
     save = run.config.checkpoint.save
     count = count_kept_checkpoints(run)
     needed = 0 if save is None else count * count_checkpoint_bytes(run)
-    kinds = {kind: group for kind, field in _KINDS.items() for group in groups.list_distinct([field])}
-    own = measure_machine(launch, None if save is None else Path(save), kinds)
+    own = measure_machine(launch, None if save is None else Path(save), list_kinds(groups))
     measured = all_gather_object(own, groups.world)
     wanted = "" if save is None else f"{count} checkpoint{'' if count == 1 else 's'}"
     checks = list(judge(measured, needed, wanted))
@@ -41,6 +42,11 @@ def check_before_training(run: Run, launch: Launch, groups: ProcessGroupCollecti
         raise PreflightError(
             f"--preflight: {'; '.join(failed)}; mend it or take that host out of the job, then start again"
         )
+
+
+def list_kinds(groups: ProcessGroupCollection) -> dict[str, dist.ProcessGroup]:
+    """Return this rank's group of each kind that has several members."""
+    return {kind: group for kind, field in _KINDS.items() for group in groups.list_distinct([field])}
 
 
 def count_kept_checkpoints(run: Run) -> int:

@@ -34,6 +34,10 @@ class Presence:
         port = self._port.getsockname()[1]
         self._store.set(f"address/{launch.rank}", f"{_find_own_address(launch)} {port}")
 
+    def close(self) -> None:
+        """Count as ended from here on."""
+        self._port.close()
+
     def find_lost_ranks(self) -> list[int]:
         """The ranks that have ended, but for those that said before that they had lost one themselves; empty where all
         are there, or where nobody can tell."""

@@ -30,11 +30,26 @@ class Condition:
     iteration: int
     """Iterations that it has done."""
     problem: str | None = None
-    """Reason that its state is not that of the end of an iteration."""
+    """Reason that its state is not that of the end of an iteration, or that it cannot go on."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Times of a meeting."""
+
+    most_seconds: float = _PATIENCE_SECONDS
+    """For those who have not come and have not ended either."""
+    least_seconds: float = 0.0
+    """For those who have come and end meanwhile."""
 
 
 def meet(
-    store: dist.Store, rank: int, size: int, own: Condition, list_ended: Callable[[Sequence[int]], list[int]]
+    store: dist.Store,
+    rank: int,
+    size: int,
+    own: Condition,
+    list_ended: Callable[[Sequence[int]], list[int]],
+    patience: Patience = Patience(),
 ) -> dict[int, Condition]:
     """Return the ranks that have come with their conditions, the same on all of them; every one that is left calls it.
 
@@ -43,10 +58,10 @@ def meet(
     """
     store.set(f"condition/{rank}", json.dumps(asdict(own)))
     if store.compare_set("leader", "", str(rank)) == str(rank).encode():
-        present = _wait_for_others(store, size, list_ended)
+        present = _wait_for_others(store, size, list_ended, patience)
         store.set("present", json.dumps(present))
     else:
-        deadline = time.monotonic() + 2 * _PATIENCE_SECONDS
+        deadline = time.monotonic() + 2 * patience.most_seconds
         while not store.check(["present"]):
             if time.monotonic() > deadline:
                 raise TimeoutError("the rank that lists those who are left has said nothing")
@@ -73,9 +88,12 @@ def regroup(store: dist.Store, rank: int, present: Sequence[int]) -> Group:
     return dist.group.WORLD
 
 
-def _wait_for_others(store: dist.Store, size: int, list_ended: Callable[[Sequence[int]], list[int]]) -> list[int]:
+def _wait_for_others(
+    store: dist.Store, size: int, list_ended: Callable[[Sequence[int]], list[int]], patience: Patience
+) -> list[int]:
     """Return the ranks that have come, when all others have ended or had their time."""
-    deadline, search_at = time.monotonic() + _PATIENCE_SECONDS, time.monotonic()
+    began_at = search_at = time.monotonic()
+    deadline = began_at + patience.most_seconds
     ended: set[int] = set()
     while True:
         missing = [rank for rank in range(size) if not store.check([f"condition/{rank}"])]
@@ -83,5 +101,10 @@ def _wait_for_others(store: dist.Store, size: int, list_ended: Callable[[Sequenc
             ended |= set(list_ended([rank for rank in missing if rank not in ended]))
             search_at = time.monotonic() + _SEARCH_SECONDS
         if ended.issuperset(missing) or time.monotonic() > deadline:
-            return [rank for rank in range(size) if rank not in missing]
+            present = [rank for rank in range(size) if rank not in missing]
+            if not patience.least_seconds:
+                return present
+            time.sleep(max(0.0, began_at + patience.least_seconds - time.monotonic()))
+            gone = list_ended(present)
+            return [rank for rank in present if rank not in gone]
         time.sleep(_LOOK_SECONDS)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is a wrong result wrong again? A step whose loss or gradient is no number is computed again before its update.
+"""Is a wrong result wrong again? A step whose loss or gradient is no number is computed again before its update; so is
+one whose loss or gradient is far beyond the usual, where that is asked for, and the run goes on with it in any case.
 
 The outcomes and exit codes are upstream's: a result that is clean the second time came from a passing fault of the
 device (17); one that comes back is to be computed on another device (16), which says whether the first device has a
@@ -14,6 +15,7 @@ import math
 import os
 import random
 import sys
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +26,12 @@ from megatron.core.collectives import all_gather_object, all_reduce
 from megatron.core.errors import NonFiniteError, RerunError, say
 from megatron.training.checkpoint.save_and_load import save_checkpoint
 from megatron.training.config.reliability import ReliabilityConfig
+from megatron.training.rerun.outliers import Yardstick
 from megatron.training.rerun.replay import StepStart, describe_samples, find_first_bad, replay
 from megatron.training.rerun.tracker_file import Event, RejectionLog
 from megatron.training.run import Place, Run
 
-GRADIENTS = "the gradient norm"
+GRADIENTS, LOSSES = "the gradient norm", "loss"
 _TOLERANCES = {GRADIENTS: 1e-3}
 """Of a relative difference; forward passes are repeated bit for bit."""
 _NOTE = "rerun.json"
@@ -48,6 +51,11 @@ class Value:
         """Tell values of one rank and step apart."""
         return self.message, self.microbatch
 
+    @property
+    def kind(self) -> str:
+        """GRADIENTS or LOSSES."""
+        return GRADIENTS if self.message == GRADIENTS else LOSSES
+
 
 @dataclass(frozen=True)
 class Rejection:
@@ -59,11 +67,14 @@ class Rejection:
     device: int
     is_injected: bool
     where: str
+    beyond: str | None = None
+    """What a finite value is beyond, in words. Such a one ends nothing."""
 
     @property
     def sentence(self) -> str:
         """Return `rank 1, node a, device 0, samples 4 to 5: lm loss is nan`."""
-        what = f"{self.value.message} is {self.value.number}" + (" (injected)" if self.is_injected else "")
+        number = self.value.number if self.beyond is None else f"{self.value.number:.6g}, {self.beyond}"
+        what = f"{self.value.message} is {number}" + (" (injected)" if self.is_injected else "")
         return f"rank {self.rank}, node {self.node}, device {self.device}, {self.where}: {what}"
 
 
@@ -83,12 +94,23 @@ def compare(first: float, second: float) -> float:
 class StepValidator:
     """Looks at each step's results before they are used. Every rank calls all of its methods together."""
 
-    def __init__(self, settings: ReliabilityConfig, save: str | None, place: Place, seed: int) -> None:
-        """place: this process's. seed: of the injected errors."""
+    def __init__(
+        self,
+        settings: ReliabilityConfig,
+        save: str | None,
+        place: Place,
+        seed: int,
+        spikes: Collection[str] = (),
+    ) -> None:
+        """place: this process's. seed: of the injected errors. spikes: which of LOSSES and GRADIENTS are looked at for
+        values far beyond the usual."""
         self._settings, self._save, self._place = settings, save, place
         self._reruns = settings.rerun_mode == "validate_results"
         self._random = random.Random(seed)
         self.log = RejectionLog(settings.result_rejected_tracker_filename, place.job)
+        self._spikes = spikes if self._reruns else ()
+        self.yardstick = Yardstick()
+        """Largest values of a micro-batch of any rank in each of the first iterations."""
         self._pending: Rejection | None = None
         """Of an attempt before this one: is to be computed again in the next step."""
         self._is_judged = False
@@ -119,6 +141,9 @@ class StepValidator:
             self._pending, self._is_judged = None, False
             return
         iteration = run.progress.iteration + 1
+        if found.beyond is not None:
+            self._look_at_spike(run, start, found, iteration)
+            return
         if not self._reruns or self._is_judged:
             self._note_event(found, iteration, "rerun_disabled", found.value.number)
             self._act(run, start, f"iteration {iteration}: {found.sentence}")
@@ -138,6 +163,16 @@ class StepValidator:
             self._judge_elsewhere(run, found, iteration, second)
         else:
             self._judge_reproduced(run, start, found, iteration, second)
+
+    def _look_at_spike(self, run: Run, start: StepStart, found: Rejection, iteration: int) -> None:
+        self._note_event(found, iteration, "initial_run", found.value.number)
+        start.put_back(run)
+        replay(run)
+        second = self._look_again(run, found)
+        same = compare(found.value.number, second) <= _TOLERANCES.get(found.value.message, 0.0)
+        self._note_event(found, iteration, f"first_rerun_{'' if same else 'not_'}reproducible", second)
+        again = "also" if same else f"and {second:.6g}"
+        _say(run, f"warning: iteration {iteration}: {found.sentence}, {again} when it was computed again")
 
     def _judge_transient(self, run: Run, found: Rejection, iteration: int, second: float) -> None:
         self._note_event(found, iteration, "first_rerun_not_reproducible", second)
@@ -209,23 +244,35 @@ class StepValidator:
         raise StepRejectedError(sentence)
 
     def _reject(self, run: Run) -> Rejection | None:
-        """The first value that is no number, over all ranks."""
-        rank, own = run.groups.world.rank(), None
+        """The first value that is no number, over all ranks; one that is far beyond the usual where all are."""
+        rank, own, largest = run.groups.world.rank(), None, dict.fromkeys(self._spikes, -math.inf)
         for value in measure(run):
-            is_injected = self._injects(rank)
+            is_injected, kind = self._injects(rank), value.kind
+            if kind in largest and math.isfinite(value.number):
+                largest[kind] = max(largest[kind], value.number)
+            is_spike = kind in self._spikes and self.yardstick.is_outlier(kind, value.number)
             if is_injected or not math.isfinite(value.number):
-                where = "the whole step"
-                if value.microbatch >= 0:
-                    where = f"micro-batch {value.microbatch} ({describe_samples(run, value.microbatch)})"
-                own = Rejection(value, rank, self._place.node, self._place.device, is_injected, where)
+                own = self._describe(run, value, rank, is_injected)
                 break
-        flag = torch.tensor([0.0 if own is None else 1.0], device=run.device)
-        all_reduce(flag, run.groups.world)
-        if flag.item() == 0.0:
+            if is_spike and own is None:
+                own = replace(self._describe(run, value, rank, False), beyond=self.yardstick.describe(kind))
+        numbers = torch.tensor([0.0 if own is None else 1.0, *largest.values()], device=run.device)
+        all_reduce(numbers, run.groups.world, "max")
+        is_rejected, *usual = numbers.tolist()
+        for kind, number in zip(largest, usual, strict=True):
+            self.yardstick.learn(kind, number)
+        if is_rejected == 0.0:
             return self._find_pending(run)
         # Losses come before gradients: those are the same on all ranks, and follow from the loss of one.
         found = [rejection for rejection in all_gather_object(own, run.groups.world) if rejection is not None]
-        return min(found, key=lambda rejection: (rejection.value.message == GRADIENTS, rejection.rank))
+        first = min(found, key=lambda r: (r.beyond is not None, r.value.message == GRADIENTS, r.rank))
+        return first if first.beyond is None else self._find_pending(run) or first
+
+    def _describe(self, run: Run, value: Value, rank: int, is_injected: bool) -> Rejection:
+        where = "the whole step"
+        if value.microbatch >= 0:
+            where = f"micro-batch {value.microbatch} ({describe_samples(run, value.microbatch)})"
+        return Rejection(value, rank, self._place.node, self._place.device, is_injected, where)
 
     def _find_pending(self, run: Run) -> Rejection | None:
         """Return what was wrong in an attempt before, which is looked at also where it is right now."""

@@ -36,7 +36,7 @@ yaml_arguments @settings core_transformer_config_from_yaml
 
 # What an ImportError says for a name that has no counterpart.
 ABSENT: dict[str, str] = {
-    "megatron.training.inprocess_restart": "a lost process ends the job with exit code 75; start it again",
+    "megatron.training.inprocess_restart": "pretrain() does it itself with --inprocess-restart",
     "megatron.training.set_startup_timestamps": "--timing-log-level 2 tells how long the parts of a step take",
     "megatron.training.argument_utils.hybrid_config_from_args": "it waits for hybrid models (Mamba)",
     "megatron.training.arguments._add_tokenizer_args": "flags of one's own go through extra_args_provider",

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from megatron.core.traffic import Traffic
-from megatron.training.hooks.guards import FACTOR, SAMPLES, OutlierHook
+from megatron.training.hooks.guards import OutlierHook
 from megatron.training.metrics import Row
 from megatron.training.recipes.gpt import build_gpt_recipe
+from megatron.training.rerun.outliers import FACTOR, SAMPLES
 from megatron.training.run import HookContext
 from tests.support.run_flags import run_config
 
