@@ -17,6 +17,7 @@ from megatron.training.config.container import RunConfig
 from megatron.training.current_run import CurrentRun
 from megatron.training.data.loading import explain_lost_loader
 from megatron.training.flags.parser import ExtraFlags
+from megatron.training.hooks.in_process import train_again_and_again
 from megatron.training.launch.initialize import (
     Process,
     explain_lost_peer,
@@ -31,7 +32,6 @@ from megatron.training.launch.seat import Seat
 from megatron.training.loop import train
 from megatron.training.recipes.build import wrap_providers
 from megatron.training.recipes.recipe import Recipe
-from megatron.training.rerun.in_process import train_again_and_again
 from megatron.training.run import Hook, Run
 from megatron.training.setup import build_run, describe_machine, setup
 

@@ -7,7 +7,8 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,10 @@ import torch.distributed as dist
 from megatron.core.errors import ConfigError, TemporaryError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.flags.read import read_run_config
+from megatron.training.hooks.in_process import Failure, Job, assign
 from megatron.training.launch.launch import Launch
 from megatron.training.launch.seat import Seat
 from megatron.training.recipes.gpt import build_gpt_recipe
-from megatron.training.rerun.in_process import Failure, Job, assign
 from megatron.training.run import Hook, Progress, Run
 from megatron.training.training import run_recipe
 from tests.faults.two_ranks import read_tensors
@@ -100,17 +101,17 @@ def test_a_process_that_does_not_come_to_begin_again_ends(tmp_path: Path) -> Non
 # ---- in one process
 
 
-def _run_alone(*flags: str | Path) -> Run:
-    config = read_run_config([*FLAGS.split(), "--inprocess-restart", *map(str, flags)], {})
+def _run_alone(*flags: str | Path, hooks: Sequence[Hook] = ()) -> Run:
+    words = [*FLAGS.split(), "--inprocess-restart", "--inprocess-last-call-wait", "0", *map(str, flags)]
+    config = read_run_config(words, {})
     recipe = build_gpt_recipe(config)
-    return run_recipe(
-        config, replace(recipe, build_datasets=lambda counts: [RandomTokens(n) if n else None for n in counts])
-    )
+    parts = replace(recipe, build_datasets=lambda counts: [RandomTokens(n) if n else None for n in counts])
+    return run_recipe(config, parts, hooks)
 
 
 @pytest.mark.flags("--inprocess-max-iterations", "--inprocess-empty-cuda-cache")
 def test_beginnings_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    places = ["--save", tmp_path, "--load", tmp_path, "--inprocess-last-call-wait", "0"]
+    places = ["--save", tmp_path, "--load", tmp_path]
     faults = ["--simulate-fault", "exception:0,2", "exception:0,4"]
     with pytest.raises(RuntimeError, match="exception:0,4"):
         _run_alone(*places, *faults, "--inprocess-max-iterations", "2")
@@ -120,10 +121,16 @@ def test_beginnings_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert _run_alone(*places, *faults, "--inprocess-empty-cuda-cache").progress.iteration == 6
 
 
-def test_a_run_that_saves_nothing_begins_anew() -> None:
-    fault = ["--simulate-fault", "exception:0,5", "--inprocess-last-call-wait", "0"]
-    run = _run_alone(*fault)
-    assert (run.progress.iteration, run.loaded_from) == (6, None)
+def test_a_run_that_saves_nothing_begins_anew_and_nothing_is_left_of_the_first() -> None:
+    runs: list[weakref.ref[Run]] = []
+
+    class Noting(Hook):
+        def on_train_start(self, run: Run) -> None:
+            assert [old for old in runs if old() is not None] == []
+            runs.append(weakref.ref(run))
+
+    run = _run_alone("--simulate-fault", "exception:0,5", hooks=[Noting()])
+    assert (run.progress.iteration, run.loaded_from, len(runs)) == (6, None, 2)
 
 
 def test_three_failures_at_one_place_end_it_also_for_launchers(
@@ -134,21 +141,14 @@ def test_three_failures_at_one_place_end_it_also_for_launchers(
             if run.progress.iteration == 2:
                 raise ValueError("as always")
 
-    config = read_run_config(
-        [*FLAGS.split(), "--inprocess-restart", "--save", str(tmp_path), "--load", str(tmp_path)]
-        + ["--inprocess-last-call-wait", "0"],
-        {},
-    )
-    recipe = replace(
-        build_gpt_recipe(config), build_datasets=lambda counts: [RandomTokens(n) if n else None for n in counts]
-    )
+    places = ["--save", tmp_path, "--load", tmp_path]
     with pytest.raises(ValueError, match="as always"):
-        run_recipe(config, recipe, [Failing()])
+        _run_alone(*places, hooks=[Failing()])
     said = capsys.readouterr().err
     assert said.count("ValueError: as always") == 3
     assert "3 failures in succession, and no iteration beyond 2" in said
     with pytest.raises(ConfigError, match="has failed 3 times in succession at iteration 3: as always"):
-        run_recipe(config, recipe, [Failing()])
+        _run_alone(*places, hooks=[Failing()])
 
 
 def test_what_cannot_be_mended_by_beginning_again_is_not_tried(

@@ -71,7 +71,7 @@ def initialize(config: RunConfig, seat: Seat | None = None) -> Process:
     Raises ConfigError for an environment that cannot be used or ranks that were started differently, TopologyError for
     a layout that does not fit, TemporaryError when peers do not come within --distributed-timeout-minutes.
     """
-    launch = read_launch(os.environ) if seat is None else seat.launch
+    launch = find_launch() if seat is None else seat.launch
     if seat is not None:
         # For whoever reads them there: the process may have another place than its launcher gave it.
         os.environ |= {"RANK": str(launch.rank), "WORLD_SIZE": str(launch.world_size)}
@@ -175,6 +175,11 @@ def connect_groups(groups: ProcessGroupCollection, config: RunConfig, device: to
     device_module.synchronize()
     taken = max(0, device_module.read_used_memory_bytes() - before)
     return f"communicators of {len(distinct)} process groups were made and take {format_bytes(taken)} of this GPU"
+
+
+def find_launch() -> Launch:
+    """Return what this process's launcher says of its place. Raises ConfigError."""
+    return read_launch(os.environ)
 
 
 def read_place() -> tuple[int, int, int]:

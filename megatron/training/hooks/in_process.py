@@ -26,12 +26,13 @@ from datetime import timedelta
 from torch.distributed import HashStore, PrefixStore, Store
 
 from megatron.core import device
-from megatron.core.errors import MegatronError, StorageError, TemporaryError, say
+from megatron.core.errors import MegatronError, StorageError, TemporaryError, explain_refused_memory, say
 from megatron.core.parent_death import end_with_parent
 from megatron.training.config.container import RunConfig
 from megatron.training.config.in_process import InProcessConfig
 from megatron.training.launch.crash_loop import MOST_FAILURES, describe_failure
-from megatron.training.launch.launch import Launch, read_launch
+from megatron.training.launch.initialize import find_launch
+from megatron.training.launch.launch import Launch
 from megatron.training.launch.presence import Presence
 from megatron.training.launch.rendezvous import open_store
 from megatron.training.launch.seat import Seat
@@ -54,7 +55,7 @@ def train_again_and_again(config: RunConfig, train: Train) -> Run:
     Raises the last failure where it is not to be begun again; SystemExit(0) in a process that has waited for the whole
     run and was not needed.
     """
-    job = Job(read_launch(os.environ), config)
+    job = Job(find_launch(), config)
     try:
         while True:
             outcome = job.train_or_wait(train)
@@ -205,8 +206,8 @@ class Job:
         """Tell the others, and say why it cannot be begun again where that is so."""
         problem = None
         is_ours = isinstance(error, MegatronError)
-        if is_ours and not isinstance(error, TemporaryError | StorageError):
-            problem = " ".join(str(error).split())
+        if (is_ours and not isinstance(error, TemporaryError | StorageError)) or explain_refused_memory(error):
+            problem = " ".join(str(error).split())[:200]
         elif describe_failure(error) is not None:
             # What is no error of ours has its traceback in every case; a peer's end is told once, by all together.
             shown = str(error) if is_ours else "".join(traceback.format_exception(error)).strip()
