@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's small tools that know nothing of models: marks on functions, versions, arithmetic."""
+"""Upstream's small tools that know nothing of models: marks on functions, arithmetic."""
 
 from __future__ import annotations
 
@@ -86,23 +86,3 @@ def divide(numerator: int, denominator: int) -> int:
     """numerator / denominator, which must leave no rest (AssertionError)."""
     assert numerator % denominator == 0, f"{numerator} is not divisible by {denominator}"
     return numerator // denominator
-
-
-def get_torch_version() -> Any:
-    """torch's version, to be compared with packaging's Version."""
-    import torch
-    from torch.torch_version import TorchVersion
-
-    return TorchVersion(torch.__version__)
-
-
-def get_te_version() -> Any:
-    """Transformer Engine's version; None where it is not installed."""
-    from importlib import metadata
-
-    from torch.torch_version import TorchVersion
-
-    try:
-        return TorchVersion(metadata.version("transformer-engine"))
-    except metadata.PackageNotFoundError:
-        return None

@@ -38,14 +38,24 @@ _batched_p2p_ops = None
 # ---- versions
 
 
+def get_torch_version() -> TorchVersion:
+    """torch's version, to be compared with texts and with packaging's Version."""
+    return TorchVersion(torch.__version__)
+
+
+def get_te_version() -> TorchVersion | None:
+    """Transformer Engine's version; None where it is not installed."""
+    return _find_version("transformer-engine")
+
+
 def is_torch_min_version(version: str, check_equality: bool = True) -> bool:
     """Return whether torch is at least of this version; check_equality: that version itself counts."""
-    return _is_at_least(torch.__version__, version, check_equality)
+    return _is_at_least(get_torch_version(), version, check_equality)
 
 
 def is_te_min_version(version: str, check_equality: bool = True) -> bool:
     """The same of Transformer Engine; False without it."""
-    return _is_at_least(_find_version("transformer-engine"), version, check_equality)
+    return _is_at_least(get_te_version(), version, check_equality)
 
 
 def is_fa_min_version(version: str, check_equality: bool = True) -> bool:
@@ -53,17 +63,15 @@ def is_fa_min_version(version: str, check_equality: bool = True) -> bool:
     return _is_at_least(_find_version("flash-attn"), version, check_equality)
 
 
-def _is_at_least(found: str | None, wanted: str, check_equality: bool) -> bool:
+def _is_at_least(found: TorchVersion | None, wanted: str, check_equality: bool) -> bool:
     # A local part ("+cpu", "+cu128") says how a package was built, and would sort above the release itself.
-    if found is None:
-        return False
-    have = TorchVersion(found.partition("+")[0])
-    return have >= wanted if check_equality else have > wanted
+    have = None if found is None else TorchVersion(found.partition("+")[0])
+    return have is not None and (have >= wanted if check_equality else have > wanted)
 
 
-def _find_version(distribution: str) -> str | None:
+def _find_version(distribution: str) -> TorchVersion | None:
     try:
-        return metadata.version(distribution)
+        return TorchVersion(metadata.version(distribution))
     except metadata.PackageNotFoundError:
         return None
 

@@ -101,13 +101,12 @@ transformer.utils @layers is_layer_window_attention
 transformer.utils @sharded make_sharded_tensors_for_checkpoint sharded_state_dict_default
 transformer.utils @process_tools ensure_metadata_has_dp_cp_group
 typed_torch @process_tools apply_module
-utils @functions deprecated divide experimental_api get_te_version get_torch_version internal_api
-    trace_async_exceptions
+utils @functions deprecated divide experimental_api internal_api trace_async_exceptions
 utils @modules get_attr_wrapped_model get_model_config unwrap_model
 utils @batches flatten_batch_for_packed_sequences get_batch_on_this_cp_rank get_batch_on_this_tp_rank
 utils @process_tools WrappedTensor check_param_hashes_across_dp_replicas deprecate_inference_params get_pg_rank
-    get_pg_size get_tensor_model_parallel_group_if_none is_fa_min_version is_te_min_version is_torch_min_version
-    make_viewless_tensor nvtx_range_pop nvtx_range_push
+    get_pg_size get_te_version get_tensor_model_parallel_group_if_none get_torch_version is_fa_min_version
+    is_te_min_version is_torch_min_version make_viewless_tensor nvtx_range_pop nvtx_range_push
 utils @sharded make_tp_sharded_tensor_for_checkpoint
 utils @watching StragglerDetector
 """,
