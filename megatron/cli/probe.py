@@ -32,6 +32,8 @@ _SMALL, _LARGE = 1 << 10, 1 << 24
 """Bytes of the tensors by which a link's step time and bandwidth are told apart."""
 _COPIED_BYTES = 1 << 28
 _MOST_PROCESSES = 64
+_THIN = 128
+"""Rows, or columns, of products by which the rate of narrow ones is found."""
 
 
 def measure_seconds(run: Callable[[], object]) -> float:
@@ -74,6 +76,13 @@ def measure_device() -> dict[str, float]:
 
     # Causal products forward, and two and a half times as many backward.
     flops = 3.5 * 2 * heads * length * length * width
+    side = 1024 if on_host else 8192
+    square, thin = (torch.randn(side, n, dtype=dtype, device=device) for n in (side, _THIN))
+
+    def rate(a: torch.Tensor, b: torch.Tensor) -> float:
+        return 2 * a.shape[0] * a.shape[1] * b.shape[1] / measure_seconds(lambda: a @ b)
+
+    best = rate(square, square)
     few = torch.ones(8, device=device)
 
     def launch() -> None:
@@ -84,6 +93,9 @@ def measure_device() -> dict[str, float]:
         "peak_flops": peak, "memory_bandwidth": bandwidth,
         "attention_share": min(1.0, flops / measure_seconds(attend) / peak),
         "launch_seconds": measure_seconds(launch) / 100,
+        # At n rows the rate is n / (n + half_rows) of the best one; by columns likewise.
+        "half_rows": max(0.0, _THIN * (best / rate(thin.mT, square) - 1)),
+        "half_width": max(0.0, _THIN * (best / rate(square, thin) - 1)),
     }  # fmt: skip
 
 

@@ -46,6 +46,10 @@ class Device:
     """Of the peak that a large product reaches."""
     attention_share: float = 0.45
     """Of the peak that attention reaches in forward and backward together."""
+    half_rows: float = 200.0
+    """Rows of a product at which its rate is half of the best one."""
+    half_width: float = 150.0
+    """Its shortest other side, likewise."""
     link_seconds: float = 8e-6
     """Of a step of a ring within a node, however little it carries."""
     network_seconds: float = 15e-6
@@ -64,7 +68,9 @@ class Device:
             if field.name == "name" or value is None:
                 continue
             is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            least_is_zero = field.name in ("reserved_bytes", "communicator_bytes") or field.name.endswith("_seconds")
+            least_is_zero = field.name.endswith("_seconds") or field.name in (
+                "reserved_bytes", "communicator_bytes", "half_rows", "half_width"
+            )  # fmt: skip
             if not is_number or value < 0 or (value == 0 and not least_is_zero):
                 raise ConfigError(f"device {self.name}: {field.name} is {value!r}; give a number above 0")
         if self.devices_per_node != int(self.devices_per_node):

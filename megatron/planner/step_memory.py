@@ -18,13 +18,14 @@ communicators, the allocator's gaps, buckets of gradients under way, what the dr
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.core.pipeline_parallel.schedules import Action, build_tables
-from megatron.core.plan.branch_kind import Kept, Tokens
+from megatron.core.plan.branch_kind import Kept, Tokens, count_bytes
 from megatron.core.plan.kinds import find_kind
 from megatron.core.plan.model_plan import Branch, LayerPlan
 from megatron.core.plan.read import read_plan
@@ -80,11 +81,15 @@ def predict_step_memory(
     return found
 
 
+_build_tables = functools.lru_cache(maxsize=16)(build_tables)
+"""Memory and time, and layouts that differ in other axes, walk through the same tables."""
+
+
 def build_model_tables(model: TransformerConfig, microbatches: int) -> list[list[Action]]:
     """Build the actions of each rank of the pipeline that the settings describe; raises as build_tables."""
     shape = build_virtual_stages(model)
     name = model.pipeline_schedule or ("1f1b" if shape.chunks == 1 else "interleaved")
-    return build_tables(
+    return _build_tables(
         name, shape, microbatches, model.microbatch_group_size_per_vp_stage if shape.chunks > 1 else None,
         side_by_side=model.overlap_moe_expert_parallel_comm, delays_weights=model.delay_wgrad_compute,
     )  # fmt: skip
@@ -129,6 +134,11 @@ def count_rank_parameters(
     return dense, experts / (model.expert_model_parallel_size * (model.expert_tensor_parallel_size or ranks))
 
 
+def count_gradient_bytes(model: TransformerConfig, replicas: DistributedDataParallelConfig) -> int:
+    """Bytes of an element of the gradients; in float32 where they are summed so, else as the weights."""
+    return 2 if (model.bf16 or model.fp16) and not replicas.grad_reduce_in_fp32 else 4
+
+
 def _count_state_bytes(
     model: TransformerConfig,
     replicas: DistributedDataParallelConfig,
@@ -138,8 +148,8 @@ def _count_state_bytes(
     experts: float,
 ) -> float:
     """Bytes of weights, gradients and optimizer state of a process with so many parameters."""
-    weight = 2 if model.bf16 or model.fp16 else 4
-    gradient = 2 if replicas.grad_reduce_in_bf16 or optimizer.main_grads_dtype == "bf16" else 4
+    weight = count_bytes(model)
+    gradient = count_gradient_bytes(model, replicas)
     moments = [_BYTES[optimizer.exp_avg_dtype], _BYTES[optimizer.exp_avg_sq_dtype]]
     kept: float = sum(moments[: _STATE_TENSORS.get(optimizer.optimizer, 2)])
     # In float32 the weights themselves are what the optimizer updates.
@@ -194,7 +204,7 @@ class _Chunk(NamedTuple):
 def _describe_chunk(
     model: TransformerConfig, replicas: DistributedDataParallelConfig, workload: Workload, content: StageContent
 ) -> _Chunk:
-    width = 2 if model.bf16 or model.fp16 else 4
+    width = count_bytes(model)
     tokens, ranks = count_tokens(model, workload), model.tensor_model_parallel_size
     hidden = tokens.own * model.hidden_size * width
     plans = read_plan(model).decoder[content.layers.start : content.layers.stop]
@@ -221,11 +231,11 @@ def _describe_chunk(
     if recorded:
         # The gradients of the inputs of layers that are computed again, which free nothing of it, pile up.
         piled_up = hidden * (len(units) - 1) if all(unit.is_recomputed for unit in units) else 0.0
-        recorded += _count_beside_recorded(model, plans, branches, hidden) + computed_again + piled_up
+        recorded += _count_beside_recorded(model, plans, branches, tokens) + computed_again + piled_up
     # Products whose weights get their gradients later keep their inputs, and the gradients of their outputs.
     if model.defers_weight_gradients or model.delays_weight_gradients:
         waiting = sum(2 * hidden + sum(row.bytes for row in rows if row.is_factor) for rows in layers)
-    gradients = max((_count_gradients(model, *layer) for layer in described), default=0.0)
+    gradients = max((_count_gradients(model, *layer, tokens) for layer in described), default=0.0)
     if recorded and model.records("mlp"):
         gradients, computed_again = 2 * hidden, 0.0
     forward = 0.0
@@ -288,12 +298,13 @@ def _find_recorded(model: TransformerConfig, layer: LayerPlan, branches: Sequenc
 
 
 def _count_beside_recorded(
-    model: TransformerConfig, layers: Sequence[LayerPlan], kept: Sequence[Sequence[Sequence[Kept]]], hidden: float
+    model: TransformerConfig, layers: Sequence[LayerPlan], kept: Sequence[Sequence[Sequence[Kept]]], tokens: Tokens
 ) -> float:
     """Bytes that graphs hold for one microbatch beside what waits for backward: where gradients come in, the output of
     the last layer, and the most that backward of a part needs for itself. kept: rows of each branch of each layer."""
     passes_on: list[bool] = []  # part after part, whether it is recorded
     grads = temporaries = 0.0
+    hidden = tokens.own * model.hidden_size * count_bytes(model)
     for layer, of_layer in zip(layers, kept, strict=True):
         for branch, rows in zip(layer.branches, of_layer, strict=True):
             routes, is_recorded = branch.kind == "experts", _is_recorded(model, branch)
@@ -301,24 +312,31 @@ def _count_beside_recorded(
             if is_recorded and routes:
                 grads += hidden  # beside the residual stream's that of what the router has read
             elif is_recorded:
-                temporaries = max(temporaries, _count_inner_gradients(model, branch, rows))
+                temporaries = max(temporaries, _count_inner_gradients(model, branch, rows, tokens))
     ends = sum(is_recorded and not is_next for is_recorded, is_next in itertools.zip_longest(passes_on, passes_on[1:]))
     return hidden * (ends + all(passes_on)) + grads + temporaries
 
 
-def _count_inner_gradients(model: TransformerConfig, branch: Branch, rows: Sequence[Kept]) -> float:
-    """Bytes of the gradients that live at once inside of a branch; a dense MLP may do with those of one of its
-    chunks."""
+def _count_inner_gradients(model: TransformerConfig, branch: Branch, rows: Sequence[Kept], tokens: Tokens) -> float:
+    """Bytes of the gradients that live at once inside of a branch, or of what its backward takes for itself; a dense
+    MLP may do with those of one of its chunks."""
     chunks = model.mlp_chunks_for_training if branch.kind == "mlp" else 1
-    return sum(row.bytes for row in rows if row.has_gradient) / chunks
+    beside = find_kind(branch.kind).beside(model, branch, tokens)
+    return max(beside, sum(row.bytes for row in rows if row.has_gradient) / chunks)
 
 
-def _count_gradients(model: TransformerConfig, layer: LayerPlan, branches: Sequence[Sequence[Kept]]) -> float:
-    """Bytes of the gradients that live at once while the widest part of a layer, its last branch, is in backward: of
-    its output and of its input, and inside; that of an MLP's first product takes the product's place."""
-    rows = branches[-1]
-    at_ends = 2 * sum(row.bytes for row in rows if row.part == "layernorm")
-    return at_ends + _count_inner_gradients(model, layer.branches[-1], rows)
+def _count_gradients(
+    model: TransformerConfig, layer: LayerPlan, branches: Sequence[Sequence[Kept]], tokens: Tokens
+) -> float:
+    """Bytes of the gradients that live at once while the widest part of a layer is in backward, of its output and of
+    its input, and inside, less what the parts behind it have kept and need no more; that of an MLP's first product
+    takes the product's place."""
+    most = freed = 0.0
+    for branch, rows in zip(reversed(layer.branches), reversed(branches), strict=True):
+        at_ends = 2 * sum(row.bytes for row in rows if row.part == "layernorm")
+        most = max(most, at_ends + _count_inner_gradients(model, branch, rows, tokens) - freed)
+        freed += sum(row.bytes for row in _leave_out(model, rows))
+    return most
 
 
 def _walk(table: Sequence[tuple[str, int, int, bool]], chunks: Sequence[_Chunk]) -> float:

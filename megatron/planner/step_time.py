@@ -32,7 +32,7 @@ from megatron.core.transformer.execution.activation_policy import divide_layers
 from megatron.planner.devices import Device
 from megatron.planner.links import Link
 from megatron.planner.memory import Workload, find_recomputed_parts
-from megatron.planner.step_memory import build_model_tables, count_rank_parameters, count_tokens
+from megatron.planner.step_memory import build_model_tables, count_gradient_bytes, count_rank_parameters, count_tokens
 from megatron.planner.throughput import count_training_flops_per_token
 
 if TYPE_CHECKING:
@@ -45,8 +45,6 @@ _TOUCHES = 3.0
 _BACKWARD_TOUCHES = 1.6
 _MEMORY_SHARE = 0.8
 """Of the bandwidth that elementwise kernels reach."""
-_HALF_ROWS, _HALF_WIDTH = 200, 150
-"""Rows, and columns, of a product at which its rate is half of the best one."""
 _FEW_BITS_SHARE = 0.75
 """Of the gain of FP8 products that rounding their operands leaves."""
 _HIDDEN_BY_OVERLAP = 0.7
@@ -235,7 +233,7 @@ class _Clock:
         """Once in a step: replicas exchange gradients and parameters, and the optimizer updates. window: seconds of one
         microbatch, behind which the exchange may hide."""
         parts = Parts()
-        gradient = 2 if replicas.grad_reduce_in_bf16 or optimizer.main_grads_dtype == "bf16" else 4
+        gradient = count_gradient_bytes(self.model, replicas)
         shards = replicas.use_distributed_optimizer or replicas.use_torch_fsdp2
         state_bytes = 0.0
         for elements, link in ((dense, self.dp), (experts, self.edp)):
@@ -335,7 +333,7 @@ class _Clock:
         peak = device.peak_flops
         if few_bits and self.model.fp8 and device.fp8_peak_flops:
             peak += (device.fp8_peak_flops - peak) * _FEW_BITS_SHARE
-        shape = at_once / (at_once + _HALF_ROWS) * narrow / (narrow + _HALF_WIDTH)
+        shape = at_once / (at_once + device.half_rows) * narrow / (narrow + device.half_width)
         return 2 * rows * elements / (peak * device.product_share * shape)
 
     def _time_ends_of_model(self, *, is_head: bool) -> _Passes:

@@ -139,10 +139,11 @@ def draw_legal(seed: int, count: int) -> Iterator[Drawn]:
 
 
 def run(library: Path, drawn: Sequence[Drawn]) -> dict[str, Any]:
-    """What every rank of the layouts did, or a traceback; all in a process of their own."""
+    """What a rank of each stage of the layouts did, or a traceback; all in a process of their own."""
+    requests = {one.name: (one.layout, one.flags, "stages") for one in drawn}
     done = subprocess.run(
         [sys.executable, "-m", "tests.fake_device", library], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
-        input=json.dumps({one.name: (one.layout, one.flags) for one in drawn}), stdout=subprocess.PIPE, text=True,
+        input=json.dumps(requests), stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert done.returncode == 0, f"the fake device ended with exit code {done.returncode}"
     answers: dict[str, Any] = json.loads(done.stdout)
@@ -179,7 +180,9 @@ def main() -> int:
         error = measure_error(worst)
         good += abs(error) <= WITHIN
         number = answer.index(worst)
-        print(f"{error:>+7.2%} of {worst['step_peak_bytes'] / 1e6:8.1f} MB, rank {number} of {len(answer)}  {one.name}")
+        print(
+            f"{error:>+7.2%} of {worst['step_peak_bytes'] / 1e6:8.1f} MB, stage {number} of {len(answer)}  {one.name}"
+        )
         if arguments.holders and abs(error) > WITHIN:
             print(f"  {one.layout} {' '.join(one.flags.split())}\n  after set-up {worst['live_bytes'] / 1e6:.1f} MB")
             most = sorted(worst["peak_holders"].items(), key=lambda item: -item[1])[:14]

@@ -60,14 +60,16 @@ class Seen:
     """Of CUDA graphs, see Recorder.count_replays."""
 
 
-def run_layout(text: str, flags: list[str]) -> list[Seen]:
-    """What the ranks of a layout did."""
+def run_layout(text: str, flags: list[str], which: str = "all") -> list[Seen]:
+    """What the ranks of a layout did, or one of each pipeline stage where which is `stages`."""
     replace_operations()
     # What an H200 answers; to try it takes values.
     grouped_products.grouped_mm_works = lambda *arguments: True  # type: ignore[assignment]
     layout = parse_layout(text)
     own = f"--train-iters {ITERATIONS} --log-interval {ITERATIONS} --eval-iters 0 --num-workers 0".split()
-    return [_run_rank([*flags, *layout.flags, *own], rank, layout.world_size) for rank in range(layout.world_size)]
+    step = layout.world_size // layout.sizes["pp"] if which == "stages" else 1
+    ranks = range(0, layout.world_size, step)
+    return [_run_rank([*flags, *layout.flags, *own], rank, layout.world_size) for rank in ranks]
 
 
 def _run_rank(flags: list[str], rank: int, world_size: int) -> Seen:

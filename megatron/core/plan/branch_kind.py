@@ -71,6 +71,10 @@ def _nothing_beyond_matrices(config: Config, branch: Branch, seq_length: int) ->
     return 0
 
 
+def _nothing_for_itself(config: Config, branch: Branch, tokens: Tokens) -> float:
+    return 0.0
+
+
 @dataclass(frozen=True)
 class BranchKind:
     """A row of the table."""
@@ -93,6 +97,8 @@ class BranchKind:
     """Of a mixer whose first projection has named sections: their outputs, in order."""
     convolved: tuple[str, ...] = ()
     """The sections that pass its convolution; neighbours."""
+    beside: Callable[[Config, Branch, Tokens], float] = _nothing_for_itself
+    """Bytes that its backward takes for itself, in place of the gradients of what is kept where these are fewer."""
     spec: Any = None
     """A ModuleSpec or a class. None: the layer's spec has a part for this kind."""
     missing: str | None = None

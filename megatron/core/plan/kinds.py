@@ -241,6 +241,7 @@ _KINDS: dict[str, BranchKind] = {
         ),
         BranchKind(
             "parallel", "", "self_attention", _count_parallel, _keep_parallel, _work_in_parallel, "per token",
+            beside=MAMBA.beside,
         ),
         BranchKind("linear_for_attention", "", "self_attention", _count_matrix, _keep_for_attention),
         BranchKind("linear_for_mlp", "", "mlp", _count_matrix, _keep_for_mlp),

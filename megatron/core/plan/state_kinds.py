@@ -9,10 +9,15 @@ Within a chunk of tokens they are made from pairs of tokens instead; that work i
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from megatron.core.plan.branch_kind import BranchKind, Config, Counts, Kept, Tokens, count_bytes, count_norm, keep_input
 from megatron.core.plan.model_plan import Branch
 
+CHUNK = 64
+"""Tokens of a chunk."""
+PAIRS_AT_ONCE = 2**27
+"""Pairs of tokens of all heads that a GPU computes side by side."""
 _OF_MAMBA, _OF_DELTA = ("x", "B", "C"), ("query", "key", "value")
 """Sections that pass the convolution."""
 
@@ -147,19 +152,59 @@ def _keep_kimi(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]
         yield Kept("the vectors that its gates are made of", narrow, is_factor=True)
 
 
+class _Slab(NamedTuple):
+    """Float32 copies that backward of the chunks that are computed at once holds at its fullest moment, as counted on a
+    device that counts memory (tests/unit/planner/test_memory_of_states.py)."""
+
+    by_head: float
+    """Of queries or keys, once for each head of values."""
+    pairs: float
+    values: float
+    keys: float
+    """Of queries or keys by their own heads."""
+    states: float
+    """One for each chunk."""
+
+    def count_bytes(self, config: Config, tokens: Tokens, heads: int, groups: int, key: int, value: int) -> float:
+        """heads, groups: of values, and of queries and keys, on all ranks. key, value: channels of one."""
+        ranks = config.tensor_model_parallel_size
+        heads, groups = max(1, heads // ranks), max(1, groups // ranks)
+        at_once = min(tokens.all, PAIRS_AT_ONCE / (heads * CHUNK))
+        of_token = heads * (self.by_head * key + self.pairs * CHUNK + self.values * value) + self.keys * groups * key
+        return 4 * at_once * (of_token + self.states * heads * key * value / CHUNK)
+
+
+def _take_for_mamba(config: Config, branch: Branch, tokens: Tokens) -> float:
+    heads, width = list_mamba_sections(config)["dt"], config.mamba_head_dim
+    slab = _Slab(4.0, 3.2, 5.0, 8.9, 2.1)
+    return slab.count_bytes(config, tokens, heads, config.mamba_num_groups, config.mamba_state_dim, width)
+
+
+def _take_for_delta(config: Config, branch: Branch, tokens: Tokens) -> float:
+    heads, groups = config.linear_num_value_heads, config.linear_num_key_heads
+    widths = (config.linear_key_head_dim, config.linear_value_head_dim)
+    return _Slab(8.9, 8.8, 6.0, 10.5, 2.1).count_bytes(config, tokens, heads, groups, *widths)
+
+
+def _take_for_kimi(config: Config, branch: Branch, tokens: Tokens) -> float:
+    heads, width = config.linear_num_value_heads, config.linear_value_head_dim
+    return _Slab(11.9, 14.6, 11.9, 11.9, 6.3).count_bytes(config, tokens, heads, heads, width, width)
+
+
 MAMBA = BranchKind(
-    "mamba", "M", "mixer", _count_mamba, _keep_mamba, _work_with_sums, "per sequence", list_mamba_sections, _OF_MAMBA
-)
+    "mamba", "M", "mixer", _count_mamba, _keep_mamba, _work_with_sums, "per sequence",
+    list_mamba_sections, _OF_MAMBA, _take_for_mamba,
+)  # fmt: skip
 GATED_DELTA_NET = BranchKind(
     "gated_delta_net", "G", "self_attention", _count_delta, _keep_delta, _work_with_corrections, "per sequence",
-    list_delta_sections, _OF_DELTA,
+    list_delta_sections, _OF_DELTA, _take_for_delta,
 )  # fmt: skip
 GATED_DELTA_NET_2 = BranchKind(
     "gated_delta_net_2", "", "self_attention", _count_delta_2, _keep_delta_2, _work_with_corrections, "per sequence",
-    list_delta_2_sections, _OF_DELTA,
+    list_delta_2_sections, _OF_DELTA, _take_for_delta,
 )  # fmt: skip
 KIMI_DELTA = BranchKind(
     "kimi_delta", "K", "self_attention", _count_kimi, _keep_kimi, _work_with_corrections, "per sequence",
-    list_kimi_sections, _OF_DELTA,
+    list_kimi_sections, _OF_DELTA, _take_for_kimi,
 )  # fmt: skip
 STATE_KINDS = (MAMBA, GATED_DELTA_NET, GATED_DELTA_NET_2, KIMI_DELTA)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.core.plan.state_kinds import PAIRS_AT_ONCE
 from megatron.core.ssm.decay import Decay, DecayByChannel, DecayByHead, DocumentCells, view_cells, view_halves
 from megatron.core.ssm.state_passing import pass_states, pass_states_backward
 
@@ -215,7 +216,7 @@ def invert(system: Tensor) -> Tensor:
 
 def count_chunks_at_once(batch: int, heads: int, chunk_size: int, is_on_cpu: bool) -> int:
     """Chunks that are computed side by side: on a CPU as many as its caches hold, elsewhere as keep the device busy."""
-    elements = 2**18 if is_on_cpu else 2**27
+    elements = 2**18 if is_on_cpu else PAIRS_AT_ONCE
     return max(1, elements // (batch * heads * chunk_size**2))
 
 

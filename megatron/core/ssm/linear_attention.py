@@ -27,11 +27,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.device import is_cpu
+from megatron.core.plan.state_kinds import CHUNK
 from megatron.core.ssm.chunks import SMALLEST, Chunks, Inputs, count_chunks_at_once, list_slabs
 from megatron.core.ssm.decay import DocumentCells
-
-CHUNK = 64
-"""Tokens of a chunk."""
 
 
 def attend(
