@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A verdict on a run's speed: shares of a step, what costs most, and the flags that would help.
 
-Shares come from profiles (trace_shares.py); without one, data waiting alone is known from metrics.jsonl, and the
-verdict says which flags would tell more. A share is a cause when it is larger than what a good run has (`_USUAL`).
+Shares come from profiles (trace_shares.py). Without one, metrics.jsonl knows the wait for data, --log-straggler and
+--pipeline-trace-dir which rank or stage works longest, and the verdict says which flags would tell more. A share is a
+cause when it is larger than what a good run has (`_USUAL`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from megatron.core.pipeline_parallel.timelines import MeasuredStep
 from megatron.report.run_record import RunRecord
 
 HOW_TO_PROFILE = "--profile --use-pytorch-profiler --profile-dir RUN/profile"
-_USUAL = {"data": 0.02, "host": 0.10, "bubble": 0.10, "elementwise": 0.25, "collectives": 0.10}
+_OWN_WORK = ("data", "forward", "backward", "optimizer")
+"""Phases in which a rank does not wait for others."""
+_USUAL = {"slow rank": 0.05, "data": 0.02, "host": 0.10, "bubble": 0.10, "elementwise": 0.25, "collectives": 0.10}
 _SMALL_PRODUCT_SECONDS = 300e-6
 """A product that takes less leaves launching it no time to hide."""
 _LOW_MFU = 0.3
@@ -157,6 +160,10 @@ def _list_findings(run: RunRecord, shares: Mapping[str, float]) -> Iterator[Find
     bubble = shares.get("bubble", 0.0)
     if run.pipeline is not None:
         bubble = max(bubble, run.pipeline.timeline.bubble)
+    elif not bubble and (work := _measure_stages(run)):
+        # Of stages that differ the others wait for the busiest, how often so ever.
+        uneven = 1 - statistics.fmean(work) / max(work, default=1.0) if max(work) else 0.0
+        bubble = uneven if max(work) > _UNEVEN * statistics.fmean(work) else 0.0
     if slow is not None:
         yield slow
     elif sum(collectives.values()) > _USUAL["collectives"]:
@@ -195,29 +202,45 @@ def _judge_collectives(run: RunRecord, kinds: Mapping[str, float]) -> Finding:
 
 def _find_slow_rank(run: RunRecord) -> Finding | None:
     """One rank that works longer than its peers, which all wait for it: from profiles of several ranks of one stage, or
-    from --log-straggler."""
+    from --log-straggler, phase by phase."""
     working = {profile.rank: profile.working_seconds for profile in run.profiles}
-    whole = run.profiles[0].seconds if run.profiles else 0.0
-    if run.pipeline is not None or run.setting("pipeline_model_parallel_size", 1) > 1:
-        working = {}  # stages differ by what they hold
-    if len(working) < 2:
-        rows = [
-            row for row in run.ranks if all(isinstance(row.get(key), int | float) for key in ("rank", "forward_ms"))
-        ]
-        working = {int(row["rank"]): row["forward_ms"] / 1e3 for row in rows}
-        whole = 3 * max(working.values(), default=0.0)
-    if len(working) < 2 or whole <= 0:
+    if len(working) > 1 and run.pipeline is None and run.setting("pipeline_model_parallel_size", 1) <= 1:
+        return _name_slow_rank(working, run.profiles[0].seconds, "works")
+    rows = list(_list_phases(run))
+    found = []
+    for stage in {stage for _, stage, _ in rows}:
+        peers = {rank: phases for rank, of_stage, phases in rows if of_stage == stage}
+        step = max(sum(phases.values()) for phases in peers.values())
+        for phase in {phase for phases in peers.values() for phase in phases if phase in _OWN_WORK}:
+            taken = {rank: phases.get(phase, 0.0) for rank, phases in peers.items()}
+            found.append(_name_slow_rank(taken, step, f"takes in {phase}"))
+    return max((one for one in found if one is not None), key=lambda one: one.share, default=None)
+
+
+def _name_slow_rank(taken: Mapping[int, float], step: float, does: str) -> Finding | None:
+    """The rank that takes clearly longer than the others; none where there is none. step: a whole one, in the same
+    unit."""
+    if len(taken) < 2 or step <= 0:
         return None
-    slowest = max(working, key=lambda rank: working[rank])
-    usual = statistics.median(seconds for rank, seconds in working.items() if rank != slowest)
-    if working[slowest] < _SLOW_RANK * usual:
+    slowest = max(taken, key=lambda rank: taken[rank])
+    usual = statistics.median(time for rank, time in taken.items() if rank != slowest)
+    lost = min(1.0, (taken[slowest] - usual) / step)
+    if taken[slowest] < _SLOW_RANK * usual or lost < _USUAL["slow rank"]:
         return None
-    lost = min(1.0, (working[slowest] - usual) / whole)
     return Finding(
         "slow rank", lost,
-        f"Rank {slowest} works {working[slowest] / max(usual, 1e-9):.1f} times as long as its peers, who wait: "
+        f"Rank {slowest} {does} {taken[slowest] / max(usual, 1e-9):.1f} times as long as its peers, who wait: "
         "look at its node", ("--log-straggler",),
     )  # fmt: skip
+
+
+def _list_phases(run: RunRecord) -> Iterator[tuple[int, int, dict[str, float]]]:
+    """Yield rank, stage, and milliseconds of an iteration by phase, as --log-straggler has left them."""
+    for row in run.ranks:
+        rank, stage, phases = row.get("rank"), row.get("stage", 0), row.get("phases")
+        if isinstance(rank, int) and isinstance(stage, int) and isinstance(phases, dict):
+            known = {str(name): float(ms) for name, ms in phases.items() if isinstance(ms, int | float)}
+            yield rank, stage, known
 
 
 def find_stage_work(step: MeasuredStep) -> list[float]:
@@ -229,6 +252,14 @@ def find_stage_work(step: MeasuredStep) -> list[float]:
     return [work[stage] for stage in sorted(work)]
 
 
+def _measure_stages(run: RunRecord) -> list[float]:
+    """Milliseconds of work of each stage, the median of its ranks, from --log-straggler; none without a pipeline."""
+    by_stage: dict[int, list[float]] = defaultdict(list)
+    for _, stage, phases in _list_phases(run):
+        by_stage[stage].append(sum(phases.get(phase, 0.0) for phase in ("forward", "backward")))
+    return [statistics.median(by_stage[stage]) for stage in sorted(by_stage)] if len(by_stage) > 1 else []
+
+
 def _judge_bubble(run: RunRecord, bubble: float, shares: Mapping[str, float]) -> Finding:
     work: Sequence[float] = ()
     flags: tuple[str, ...]
@@ -236,6 +267,8 @@ def _judge_bubble(run: RunRecord, bubble: float, shares: Mapping[str, float]) ->
         work = find_stage_work(run.pipeline)
     elif len(run.profiles) > 1 and len(run.profiles) == run.setting("pipeline_model_parallel_size", 1):
         work = [profile.working_seconds for profile in run.profiles]
+    else:
+        work = _measure_stages(run)
     if len(work) > 1 and max(work) > _UNEVEN * statistics.fmean(work):
         busiest = max(range(len(work)), key=lambda stage: work[stage])
         ratio = max(work) / statistics.fmean(work)

@@ -198,9 +198,10 @@ class StragglerHook(Hook):
     def _note(self, run: Run, times: Sequence[RankTimes]) -> None:
         """Leave the slowest ranks to the run's page."""
         if run.events is not None:
-            slowest = sorted(enumerate(times), key=lambda pair: -pair[1].phases[FORWARD].milliseconds)[:_MOST_NOTED]
+            slowest = sorted(enumerate(times), key=lambda pair: -pair[1].work_ms)[:_MOST_NOTED]
             rows = [
                 {"rank": rank, "host": t.host, "stage": t.stage, "forward_ms": t.phases[FORWARD].milliseconds}
+                | {"phases": {phase: time.milliseconds for phase, time in t.phases.items()}}
                 for rank, t in slowest
             ]
             run.events.add("ranks", run.progress.iteration, ranks=rows)

@@ -147,14 +147,32 @@ def test_stages_that_differ(tmp_path: Path) -> None:
     assert judge(build_run(tmp_path, pipeline_model_parallel_size=2)).cause == "bubble"
 
 
-def test_a_rank_that_is_slow(tmp_path: Path) -> None:
-    ranks = [{"rank": rank, "host": "h", "forward_ms": 10.0 + 9.0 * (rank == 2), "data_ms": 0} for rank in range(4)]
-    run = build_run(tmp_path)
-    with (tmp_path / "events.jsonl").open("a") as file:
+def note_ranks(run: RunRecord, directory: Path, rows: list[tuple[int, dict[str, float]]]) -> None:
+    ranks = [
+        {"rank": rank, "host": "h", "stage": stage, "forward_ms": phases["forward"], "phases": phases}
+        for rank, (stage, phases) in enumerate(rows)
+    ]
+    with (directory / "events.jsonl").open("a") as file:
         file.write(json.dumps({"event": "ranks", "iteration": 9, "ranks": ranks}) + "\n")
     run.refresh()
+
+
+@pytest.mark.parametrize("phase", ["data", "forward", "backward"])
+def test_a_rank_that_is_slow(tmp_path: Path, phase: str) -> None:
+    run = build_run(tmp_path)
+    usual = {"data": 10.0, "forward": 10.0, "backward": 20.0, "optimizer": 2.0, "communication": 30.0}
+    note_ranks(run, tmp_path, [(0, usual | ({phase: 2 * usual[phase]} if rank == 2 else {})) for rank in range(4)])
     verdict = judge(run)
-    assert verdict.cause == "slow rank" and verdict.sentence.startswith("Rank 2 works 1.9 times as long")
+    assert verdict.cause == "slow rank" and verdict.sentence.startswith(f"Rank 2 takes in {phase} 2.0 times as long")
+
+
+def test_stages_that_differ_without_a_trace(tmp_path: Path) -> None:
+    """The last stage has more to do; no rank is slow beside its peers."""
+    run = build_run(tmp_path, pipeline_model_parallel_size=2)
+    stages = [(stage, {"forward": 10.0 + 10 * stage, "backward": 20.0 + 20 * stage}) for stage in (0, 0, 1, 1)]
+    note_ranks(run, tmp_path, stages)
+    verdict = judge(run)
+    assert verdict.cause == "uneven pipeline" and "stage 1 works 1.33 times" in verdict.sentence
 
 
 def test_without_a_profile(tmp_path: Path) -> None:
