@@ -235,7 +235,12 @@ def _describe_chunk(
     # Products whose weights get their gradients later keep their inputs, and the gradients of their outputs.
     if model.defers_weight_gradients or model.delays_weight_gradients:
         waiting = sum(2 * hidden + sum(row.bytes for row in rows if row.is_factor) for rows in layers)
-    gradients = max((_count_gradients(model, *layer, tokens) for layer in described), default=0.0)
+    gradients = freed = 0.0
+    for layer, rows in reversed(list(zip(described, layers, strict=True))):
+        gradients = max(gradients, _count_gradients(model, *layer, tokens) - freed)
+        if not (waiting or recorded or model.recompute_granularity == "full"):
+            # Layers behind this one are through with backward.
+            freed += sum(row.bytes for row in _leave_out(model, rows))
     if recorded and model.records("mlp"):
         gradients, computed_again = 2 * hidden, 0.0
     forward = 0.0

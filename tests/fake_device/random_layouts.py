@@ -115,7 +115,7 @@ def _draw_formats(chooser: random.Random) -> list[str]:
     what = chooser.choice(["bf16", "bf16", "bf16", "fp16", "fp32", "fp8", "moments"])
     return {
         "fp16": ["--fp16"], "fp32": [],
-        "fp8": [f"--bf16 --fp8-format hybrid --fp8-recipe {chooser.choice(['tensorwise', 'delayed', 'blockwise'])}"],
+        "fp8": [f"--bf16 --fp8-format hybrid --fp8-recipe {chooser.choice(['tensorwise', 'delayed'])}"],
         "moments": [
             "--bf16 --use-precision-aware-optimizer --use-distributed-optimizer "
             f"--exp-avg-dtype {chooser.choice(['bf16', 'fp32'])} --exp-avg-sq-dtype bf16 --main-grads-dtype "

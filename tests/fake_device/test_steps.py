@@ -56,6 +56,7 @@ LEVERS = {
 REQUESTS |= {name: ("1", f"{DENSE} {flags}") for name, flags in LEVERS.items()}
 REQUESTS |= {
     "activations of experts recomputed": ("1", f"{EXPERTS} {SELECTIVE} moe_act"),
+    "hybrid": ("1", f"{DENSE.replace('--num-layers 4', '--hybrid-layer-pattern M-*-')}"),
     "latent heads recomputed": ("1", f"{ALL_HEADS} {LATENT} {SELECTIVE} mla_up_proj"),
 }
 if os.environ.get("MEGATRON_ALL_LAYOUTS"):
@@ -77,6 +78,8 @@ OFFLOADED = {
         f"""{DENSE} --fine-grained-activation-offloading --offload-modules {PARTS} --recompute-granularity selective
         --recompute-modules layernorm""",
     ),
+    # Its loss scale depends on values; gradients are summed as the weights are.
+    "float16": ("1", DENSE.replace("--bf16", "--fp16")),
     "state on the host": ("1", f"{DENSE} --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d"),
 }  # fmt: skip
 """They wait, or hold, as no other does."""
