@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0 (written by tools/write_stubs.py)
+from megatron.core.upstream.inference import InferenceConfig as InferenceConfig
 from typing import Any, NoReturn
-class InferenceConfig:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 class KVCacheManagementMode:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 class MambaInferenceStateConfig:

@@ -1,6 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0 (written by tools/write_stubs.py)
-from typing import Any, NoReturn
-class DynamicInferenceRequest:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-class InferenceRequest:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+from megatron.core.upstream.inference import DynamicInferenceRequest as DynamicInferenceRequest, DynamicInferenceRequestRecord as DynamicInferenceRequestRecord, InferenceRequest as InferenceRequest

@@ -20,20 +20,12 @@ distributed FullyShardedDataParallel
 distributed.fsdp.mcore_fsdp_adapter FullyShardedDataParallelV1 FullyShardedDataParallelV2""",
     "products are torch's; use torch.matmul": "extensions.transformer_engine te_general_gemm",
     "generation is megatron.core.inference.generate.generate(); see docs/generation.md": """
-inference.config InferenceConfig KVCacheManagementMode MambaInferenceStateConfig
-    PrefixCachingCoordinatorPolicy
-inference.contexts BaseInferenceContext StaticInferenceContext
-inference.contexts.dynamic_context DynamicInferenceContext
-inference.engines StaticInferenceEngine
-inference.engines.dynamic_engine DynamicInferenceEngine EngineState
+inference.config KVCacheManagementMode MambaInferenceStateConfig PrefixCachingCoordinatorPolicy
+inference.contexts BaseInferenceContext
+inference.engines.dynamic_engine EngineState
 inference.inference_client InferenceClient
-inference.inference_request DynamicInferenceRequest InferenceRequest
-inference.model_inference_wrappers.gpt.gpt_inference_wrapper GPTInferenceWrapper
 inference.shards build_inference_pg_collection
-inference.text_generation_controllers.text_generation_controller TextGenerationController
 inference.text_generation_server.dynamic_text_gen_server.text_generation_server start_text_gen_server""",
-    "how tokens are drawn is megatron.core.inference.sampling.Sampling":
-        "inference.sampling_params SamplingParams",
     "--log-memory-interval tells a device's memory": "inference.utils device_memory_summary",
     _IMAGES: """
 models.common.embeddings.rotary_pos_embedding MultimodalRotaryEmbedding

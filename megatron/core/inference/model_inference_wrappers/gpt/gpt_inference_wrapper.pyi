@@ -1,4 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0 (written by tools/write_stubs.py)
-from typing import Any, NoReturn
-class GPTInferenceWrapper:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+from megatron.core.upstream.inference import GPTInferenceWrapper as GPTInferenceWrapper

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0 (written by tools/write_stubs.py)
+from megatron.core.upstream.inference import StaticInferenceContext as StaticInferenceContext
