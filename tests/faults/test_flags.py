@@ -80,7 +80,7 @@ def test_F1_unknown_flag_names_the_nearest(typed: str, meant: str) -> None:
 
 
 def test_F1_every_problem_is_said_at_once() -> None:
-    found = problems("--num-layer", "3", "--lr", "x", "--bf16", "1", "--num-workers", "--mtp-hsm")
+    found = problems("--num-layer", "3", "--lr", "x", "--bf16", "1", "--num-workers", "--freeze-all-layers")
     assert len(found) == 5
 
 

@@ -29,7 +29,7 @@ ALLTOALL = "--moe-token-dispatcher-type=alltoall"
 ROWS = [
     ("tied", "tp2,sp"), ("tied", "pp2,--pipeline-schedule=zb-v"), ("tied", f"pp3,{APART}Ett|ttmm|L"),
     ("untied", "cp2"), ("untied", "pp2,vpp2"), ("untied", "dp2,fsdp2"), ("experts", f"dp2,ep2,{ALLTOALL}"),
-    ("experts", "pp2,dist-opt"), ("experts", "pp2,--freeze-base-for-mtp"),
+    ("experts", "pp2,dist-opt"), ("experts", "pp2,--freeze-base-for-mtp"), ("tied", "tp2,sp,cp2,--mtp-hsm"),
 ]  # fmt: skip
 if os.environ.get("MEGATRON_ALL_LAYOUTS"):
     ROWS += [(style, layout) for style in FURTHER for layout in (
@@ -43,6 +43,7 @@ if os.environ.get("MEGATRON_ALL_LAYOUTS"):
         "--distribute-saved-activations",
         "pp2,--recompute-granularity=selective",
     )]  # fmt: skip
+    ROWS += [("tied", f"{layout},--mtp-hsm") for layout in ("tp2", "cp2", "dp2", f"pp3,{APART}Ett|ttmm|L")]
     ROWS += [("tied", f"{layout},{APART}Et|tt|tmm|L") for layout in ("pp2", "pp4", "pp2,--pipeline-schedule=zb-v,dp2")]
     ROWS += [("untied", f"pp3,{APART}Ett|ttm|L"), ("untied", f"tp2,sp,pp3,{APART}Ett|ttm|L")]
     ROWS += [(style, f"dp2,fsdp2{more}") for style in ("tied", "untied")
@@ -67,7 +68,7 @@ def reference(style: str, flags: str) -> Trace:
     return join([share(style, flags)])
 
 
-@pytest.mark.flags("--mtp-num-layers", "--mtp-standalone", "--pipeline-model-parallel-layout")
+@pytest.mark.flags("--mtp-num-layers", "--mtp-standalone", "--mtp-hsm", "--pipeline-model-parallel-layout")
 @pytest.mark.parametrize(("style", "layout"), ROWS)
 def test_layout_is_the_same_run(style: str, layout: str) -> None:
     alone = reference(style, ",".join(term for term in layout.split(",") if term.startswith(CHANGES_THE_RUN)) or "1")

@@ -20,12 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.auxiliary_loss import AuxiliaryLossScale, attach_auxiliary_loss, is_recomputing
-from megatron.core.collectives import all_gather_into_tensor, all_reduce
+from megatron.core.collectives import all_reduce
 from megatron.core.context_parallel.sharding import list_pieces_of_rank, shard_sequence
 from megatron.core.plan.read import read_plan
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.sequences.token_layout import TokenLayout
-from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.execution.execution import Execution
 from megatron.core.transformer.execution.fp8_layers import multiply_in_fp8
@@ -33,6 +36,7 @@ from megatron.core.transformer.initialisers import input_initialiser
 from megatron.core.transformer.layer_inputs import StageInputs
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.state_mixing import StateMixing
 from megatron.core.transformer.transformer_block import TransformerBlock, choose_inputs, open_random_stream
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -67,24 +71,25 @@ class TokenShift:
             self.ends = shard_sequence(ends, sequence.rank(), sequence.size())
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[b, s] -> [b, s], zero where a document ends."""
+        """[b, s, ...] -> [b, s, ...], zero where a document ends. Gradients go back to the token they come from."""
         pieces = x.chunk(2, dim=1) if self.sequence.size() > 1 else (x,)
         following = self._find_following(pieces)
         shifted = torch.cat(
             [part for piece, first in zip(pieces, following, strict=True) for part in (piece[:, 1:], first[:, None])], 1
         )
-        return shifted if self.ends is None else shifted.masked_fill(self.ends.to(x.device), 0)
+        if self.ends is None:
+            return shifted
+        return shifted.masked_fill(self.ends.to(x.device).view(-1, *[1] * (x.dim() - 2)), 0)
 
     def _find_following(self, pieces: Sequence[Tensor]) -> list[Tensor]:
-        """For each of our pieces what stands behind its last token, [b]; zeros behind the sequence."""
+        """For each of our pieces what stands behind its last token, [b, ...]; zeros behind the sequence."""
         zeros = torch.zeros_like(pieces[0][:, 0])
         ranks = self.sequence.size()
         if ranks == 1:
             return [zeros]
         # Of every piece the first token alone: whole sequences need not travel.
-        own = torch.stack([piece[:, 0] for piece in pieces])  # [2, b]
-        gathered = own.new_empty(2 * ranks, own.shape[1])
-        all_gather_into_tensor(gathered, own, self.sequence)
+        own = torch.stack([piece[:, 0] for piece in pieces])  # [2, b, ...]
+        gathered = gather_from_sequence_parallel_region(own, self.sequence)
         places = [piece for rank in range(ranks) for piece in list_pieces_of_rank(rank, ranks)]
         firsts = dict(zip(places, gathered.unbind(), strict=True))
         return [firsts.get(piece + 1, zeros) for piece in list_pieces_of_rank(self.sequence.rank(), ranks)]
@@ -208,14 +213,25 @@ class MultiTokenPredictionBlock(MegatronModule):
         detaches, found = self.config.detaches_prediction, []
         if detaches:
             hidden_states = hidden_states.detach()
+        mixing = StateMixing(input_ids, shift.sequence, shift) if self.config.mtp_hsm and self.training else None
         for depth in range(self.config.mtp_num_layers or 0):
             input_ids = shift(input_ids)
             decoder_input = embedding(input_ids, position_ids)
+            if mixing is not None:
+                hidden_states = self._mix(hidden_states, mixing)
             with open_random_stream(self.config, self.training, self.tp_group):
                 decoder_input = decoder_input.detach() if detaches else decoder_input
                 hidden_states = self.compute_depth(depth + 1, hidden_states, decoder_input, inputs)
             found.append(hidden_states)
         return found
+
+    def _mix(self, hidden_states: Tensor, mixing: StateMixing) -> Tensor:
+        if not self.config.sequence_parallel:
+            return mixing.mix(hidden_states.transpose(0, 1)).transpose(0, 1)
+        # A token may continue from one that another rank has; all ranks mix alike.
+        whole = gather_from_sequence_parallel_region(hidden_states, self.tp_group, tensor_parallel_output_grad=False)
+        mixed = mixing.mix(whole.transpose(0, 1)).transpose(0, 1)
+        return scatter_to_sequence_parallel_region(mixed, self.tp_group)
 
     def compute_depth(self, depth: int, hidden_states: Tensor, decoder_input: Tensor, inputs: StageInputs) -> Tensor:
         """One depth, counted from 1: hidden states of the depth before, and the embedding of the tokens `depth` places

@@ -28,6 +28,14 @@ class MTPFields(ArchitectureFields):
     mtp_detach_heads: bool = flag(False, kind="numerics", needs=_PREDICTION)
     """The losses of further tokens train their own layers only: embedding, decoder and output layer, which they use,
     get no gradient from them."""
+    mtp_hsm: bool = flag(
+        False,
+        kind="numerics",
+        needs=Needs("--mtp-num-layers of at least 2", lambda run: (run.mtp_num_layers or 0) > 1),
+    )
+    """In training each token continues at every depth from a state that is drawn: the newest, or an earlier depth's of
+    the later token that has read as much. So layers learn to continue from the decoder's own states, not from drafts
+    alone."""
     freeze_base_for_mtp: bool = flag(False, kind="numerics", needs=_PREDICTION)
     """Train the layers that predict further tokens alone: embedding, decoder and output layer stay as they were loaded,
     and have neither gradients nor optimizer state."""

@@ -182,7 +182,6 @@ def test_nobody_is_told_to_leave_out_what_changes_the_run() -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--mtp-hsm", "it comes with hidden state mixing for multi-token prediction; it is part of what is computed"),
         ("--experimental-attention-variant dsa", "which give another run"),
         (
             "--freeze-all-layers",
