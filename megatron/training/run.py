@@ -48,8 +48,9 @@ class Progress:
     """Iterations whose update was not applied because a gradient was not finite."""
     nan_iterations: int = 0
     """Iterations whose loss was not a number."""
-    floating_point_operations: int = 0
-    """Operations so far, as a loop of one's own counts them; our own loop counts tokens."""
+    floating_point_operations: int = dataclasses.field(default=0, compare=False)
+    """Operations so far, as a loop of one's own counts them; says nothing of where a run is, and our own loop, which
+    counts tokens, leaves it alone."""
 
     @property
     def finished(self) -> bool:

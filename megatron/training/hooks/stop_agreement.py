@@ -35,12 +35,7 @@ class StopAgreement:
         """Someone has been asked, and this rank knows it."""
         self._step = 0
         self._next_look_at = 0.0
-        self._store: Store | None = None
-        if self.size > 1:
-            store = rendezvous_store()
-            # Every rank makes its agreements in the same order, and the store may outlive a run.
-            number = store.add(f"megatron/stops/{self.rank}", 1)
-            self._store = PrefixStore(f"megatron/stop{number}", store)
+        self._own_store: Store | None = None
 
     def ask(self, reason: str) -> None:
         """Note that this rank wants the run to end; the first reason counts. Harmless from another thread."""
@@ -50,15 +45,24 @@ class StopAgreement:
         """The reason to end the run here; None: go on. Every rank calls this after every step and every save, and all
         get the same answer at the same call."""
         self._step += 1
-        if self._store is None:
+        if self.size == 1:
             return self._asked
         try:
-            if not self._is_known and not self._learns(self._store):
+            store = self._open_store()
+            if not self._is_known and not self._learns(store):
                 return None
-            return self._meet(self._store)
+            return self._meet(store)
         # The store has gone with the rank that served it; what they compute together tells the others.
         except RuntimeError:
             return None
+
+    def _open_store(self) -> Store:
+        if self._own_store is None:
+            store = rendezvous_store()
+            # Every rank makes its agreements in the same order, and the store may outlive a run.
+            number = store.add(f"megatron/stops/{self.rank}", 1)
+            self._own_store = PrefixStore(f"megatron/stop{number}", store)
+        return self._own_store
 
     def _learns(self, store: Store) -> bool:
         """Return whether there is a request by now, of this rank or of another one."""

@@ -59,8 +59,9 @@ def test_segments_end_where_documents_and_chunks_do(chunk: int | None) -> None:
                 assert start == document + (0 if chunk is None else inside - inside % chunk)
 
 
-def texts(held: Sequence[tuple[torch.Tensor, ...]]) -> list[list[int]]:
-    return [x.flatten().int().tolist() for (x,) in held]
+def texts(held: Sequence[tuple[slice, tuple[torch.Tensor, ...]]]) -> list[list[int]]:
+    assert [rows for rows, _ in held] == [slice(row, row + 1) for row in range(len(held))]
+    return [x.flatten().int().tolist() for _, (x,) in held]
 
 
 def test_state_of_unequal_sequences() -> None:

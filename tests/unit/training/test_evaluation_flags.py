@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import multiprocessing
 import os
@@ -174,7 +173,6 @@ def test_all_ranks_stop_when_one_is_asked_to(monkeypatch: pytest.MonkeyPatch) ->
     """What another rank has got comes through the job's store, to both after the same step."""
     store = HashStore()
     monkeypatch.setattr(stop_agreement, "rendezvous_store", lambda: store)
-    monkeypatch.setattr(stop_agreement, "_meetings", itertools.repeat(0))
     groups = [SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 2) for rank in range(2)]
     ranks = [StopAgreement(group) for group in groups]  # type: ignore[arg-type]
     together, stopped = threading.Barrier(2), {}

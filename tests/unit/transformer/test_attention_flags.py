@@ -249,11 +249,12 @@ class GrowingCache:
     def __init__(self) -> None:
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def update(self, layer_number: int, key: Tensor, value: Tensor) -> list[tuple[Tensor, ...]]:
+    def update(self, layer_number: int, key: Tensor, value: Tensor) -> list[tuple[slice, tuple[Tensor, ...]]]:
         if layer_number in self.held:
             key, value = (torch.cat(pair) for pair in zip(self.held[layer_number], (key, value), strict=True))
         self.held[layer_number] = (key, value)
-        return list(zip(key.split(1, dim=1), value.split(1, dim=1), strict=True))
+        rows = zip(key.split(1, dim=1), value.split(1, dim=1), strict=True)
+        return [(slice(row, row + 1), held) for row, held in enumerate(rows)]
 
 
 @pytest.mark.parametrize("backend", ["auto", "local"])
