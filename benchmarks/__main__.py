@@ -51,6 +51,8 @@ _PROGRAMS = {
     "conversion": "models from and to Hugging Face directories against copying the files",
     "guards": "steps with all guards against none, and the time to find a fault",
     "memory": "bytes of weights, gradients, state and activations against the plan",
+    "planned_layouts": "layouts that are planned for known models and clusters against their dry runs",
+    "planned_order": "the order in which layouts are fast, planned against measured on this machine",
     "serving": "the inference engine against Hugging Face's generate",
     "generality": "one process through the parallel code against a model without it",
 }

@@ -83,7 +83,7 @@ def compare_steps(rank: int, sizes: tuple[int, int], pairs: int, steps: int) -> 
         replace_gpu_settings(config)
         groups = ProcessGroupCollection.build(build_rank_grid(config, 2), rank)
         groups.set_current()
-        watch = build_hang_watch(config, launch, rendezvous_store())
+        watch = build_hang_watch(config, launch, rendezvous_store(), lambda: None)
         run = setup(config, Process(launch, current_device(), groups, watch=watch), build_gpt_recipe(config))
         run.hooks.on_train_start(run)
         runs.append((name, run, run.hooks.wrap_step(iterate), open_batches(run)))
