@@ -89,7 +89,7 @@ class TokenShift:
             return [zeros]
         # Of every piece the first token alone: whole sequences need not travel.
         own = torch.stack([piece[:, 0] for piece in pieces])  # [2, b, ...]
-        gathered = gather_from_sequence_parallel_region(own, self.sequence)
+        gathered = gather_from_sequence_parallel_region(own, group=self.sequence)
         places = [piece for rank in range(ranks) for piece in list_pieces_of_rank(rank, ranks)]
         firsts = dict(zip(places, gathered.unbind(), strict=True))
         return [firsts.get(piece + 1, zeros) for piece in list_pieces_of_rank(self.sequence.rank(), ranks)]
@@ -229,7 +229,7 @@ class MultiTokenPredictionBlock(MegatronModule):
         if not self.config.sequence_parallel:
             return mixing.mix(hidden_states.transpose(0, 1)).transpose(0, 1)
         # A token may continue from one that another rank has; all ranks mix alike.
-        whole = gather_from_sequence_parallel_region(hidden_states, self.tp_group, tensor_parallel_output_grad=False)
+        whole = gather_from_sequence_parallel_region(hidden_states, False, self.tp_group)
         mixed = mixing.mix(whole.transpose(0, 1)).transpose(0, 1)
         return scatter_to_sequence_parallel_region(mixed, self.tp_group)
 

@@ -152,7 +152,7 @@ class Job:
         self._store.set(f"node/{self._own}", json.dumps([socket.gethostname(), launch.node]))
         self._await_all()
         # A connection of its own: a call that waits keeps others from using the same one.
-        monitor = (self._store.clone(), self._settings)
+        monitor = (self._store.clone(), self._settings)  # type: ignore[attr-defined]
         threading.Thread(target=self._monitor, args=monitor, name="in-process restart", daemon=True).start()
 
     def _await_all(self) -> None:
