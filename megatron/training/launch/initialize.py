@@ -73,8 +73,7 @@ def initialize(config: RunConfig, seat: Seat | None = None) -> Process:
     """
     launch = find_launch() if seat is None else seat.launch
     if seat is not None:
-        # For whoever reads them there: the process may have another place than its launcher gave it.
-        os.environ |= {"RANK": str(launch.rank), "WORLD_SIZE": str(launch.world_size)}
+        seat.tell_environment()
     if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) != (launch.rank, launch.world_size):
         raise ConfigError(
             f"torch.distributed runs as rank {dist.get_rank()} of {dist.get_world_size()}, and the environment says "

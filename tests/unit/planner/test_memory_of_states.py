@@ -30,9 +30,9 @@ def test_backward_takes_what_the_plan_says(kind: str, monkeypatch: pytest.Monkey
     tokens = 1024
     monkeypatch.setattr(linear_attention, "is_cpu", lambda x: False)
     recorder = DryRecorder(lambda tensor: None)
-    with ready(recorder):
+    with ready(recorder), monkeypatch.context() as within:
         # A GPU's kernel passes the states, whether this machine could build it or not.
-        monkeypatch.setattr(launching, "kernels_work", lambda device: True)
+        within.setattr(launching, "kernels_work", lambda device: True)
 
         def make(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
             return torch.empty(1, tokens, *shape, dtype=dtype, requires_grad=True)
