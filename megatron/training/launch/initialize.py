@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import random
@@ -73,7 +74,7 @@ def initialize(config: RunConfig, seat: Seat | None = None) -> Process:
     """
     launch = find_launch() if seat is None else seat.launch
     if seat is not None:
-        seat.tell_environment()
+        _tell_environment(seat)
     if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) != (launch.rank, launch.world_size):
         raise ConfigError(
             f"torch.distributed runs as rank {dist.get_rank()} of {dist.get_world_size()}, and the environment says "
@@ -174,6 +175,22 @@ def connect_groups(groups: ProcessGroupCollection, config: RunConfig, device: to
     device_module.synchronize()
     taken = max(0, device_module.read_used_memory_bytes() - before)
     return f"communicators of {len(distinct)} process groups were made and take {format_bytes(taken)} of this GPU"
+
+
+def _tell_environment(seat: Seat) -> None:
+    """Set RANK and WORLD_SIZE, until the seat is left, for whoever reads them there: the process may have another place
+    than its launcher gave it."""
+    for name, number in (("RANK", seat.launch.rank), ("WORLD_SIZE", seat.launch.world_size)):
+        seat.give_back_later(functools.partial(_set_variable, name, os.environ.get(name)))
+        _set_variable(name, str(number))
+
+
+def _set_variable(name: str, value: str | None) -> None:
+    """Of the environment; none where the value is None."""
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
 
 
 def find_launch() -> Launch:

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -34,14 +32,6 @@ class Seat:
         """Call it when the seat is left; the last one first."""
         self._taken.callback(action)
 
-    def tell_environment(self) -> None:
-        """Set RANK and WORLD_SIZE, until the seat is left, for whoever reads them there: the process may have another
-        place than its launcher gave it."""
-        for name, number in (("RANK", self.launch.rank), ("WORLD_SIZE", self.launch.world_size)):
-            before = os.environ.get(name)
-            self.give_back_later(functools.partial(_set_variable, name, before))
-            _set_variable(name, str(number))
-
     def leave(self) -> None:
         """Leave the groups, which peers may have left before; nothing that the process keeps knows of them then."""
         # Peers that wait for this process have an error, too.
@@ -50,11 +40,3 @@ class Seat:
         ProcessGroupCollection.clear_current()
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _set_variable(name: str, value: str | None) -> None:
-    """Of the environment; none where the value is None."""
-    if value is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = value
