@@ -43,7 +43,7 @@ class StateMixing:
         """Of each depth its states and whether there is one, both moved to the token that may continue from them."""
 
     def mix(self, newest: Tensor) -> Tensor:
-        """What the next depth continues from, given the states of the last one; [b, s, h] each."""
+        """Return the states that the next depth continues from, given those of the last one; [b, s, h] each."""
         self._earlier = [(self._shift(states), self._shift(present)) for states, present in self._earlier]
         depth = len(self._earlier)
         drawn = self.draw(depth)
@@ -54,13 +54,13 @@ class StateMixing:
         return mixed
 
     def draw(self, depth: int) -> Tensor:
-        """A number of {0, ..., depth} for each token, [b, s] int64; each is as likely."""
-        # The upper bits, of which the last ones do not give the next number away.
+        """Draw a number of {0, ..., depth} for each token, [b, s] int64, all equally likely."""
+        # Upper bits, without the sign: a remainder of a negative number would be another one on some devices.
         return (scramble(self._key + (self._place + 1) * _STEP + depth) >> 33 & 0x7FFFFFFF) % (depth + 1)
 
 
 def scramble(x: Tensor) -> Tensor:
-    """Int64 numbers, each of whose bits depends on all bits of the argument."""
+    """Hash int64 numbers: each bit of a result depends on all bits of its argument."""
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         x = (x ^ _shift_right(x, shift)) * factor
     return x ^ _shift_right(x, 31)

@@ -26,7 +26,7 @@ from megatron.core.tokenizers.base import Tokenizer
 
 @dataclass
 class SamplingParams:
-    """How a text is continued, with upstream's fields and defaults."""
+    """Choices with which a text is continued, with upstream's fields and defaults."""
 
     temperature: float = 1.0
     """0: the likeliest token, as top_k 1."""

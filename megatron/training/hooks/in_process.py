@@ -362,7 +362,7 @@ class Job:
         return {process: tuple(json.loads(self._store.get(f"node/{process}"))) for process in joined}
 
     def _list_ended(self, processes: Sequence[int]) -> list[int]:
-        """Which of these are lost: ended, never come, or silent for too long."""
+        """Return those that are lost: ended, never come, or silent for too long."""
         if self._presence is None:
             return []
         joined = [process for process in processes if self._store.check([f"node/{process}"])]

@@ -20,7 +20,7 @@ _SCALARS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.devi
 
 
 class _Spec(NamedTuple):
-    """What a result is made from again."""
+    """Recipe of a result that is made again."""
 
     operand: int | None
     """The tensor among the operands that it is, or whose storage it lies in; none for one of its own."""
@@ -105,7 +105,7 @@ def _describe(values: Any, parts: list[Any], tensors: list[FakeTensor]) -> bool:
 
 
 def _specify(value: Any, tensors: Sequence[FakeTensor]) -> _Spec | None:
-    """How to make a result again; None where that is not known."""
+    """Return the recipe of a result; None where it has none."""
     if type(value) is not FakeTensor or value.constant is not None:
         return None
     for number, tensor in enumerate(tensors):
