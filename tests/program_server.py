@@ -66,6 +66,8 @@ def keep(request: dict[str, Any], files: list[int]) -> None:
     os.chdir(request["directory"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    if "TEST_NETWORK_NAMESPACE" in os.environ:
+        importlib.import_module("tests.emulated_network").enter_namespace(os.environ["TEST_NETWORK_NAMESPACE"])
 
 
 def die_with_parent() -> None:

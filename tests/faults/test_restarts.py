@@ -17,12 +17,13 @@ TORCHRUN = "-m torch.distributed.run --standalone --max-restarts 3 --nproc-per-n
 
 @pytest.mark.flags("--simulate-fault", "--save", "--load")
 def test_torchrun_starts_a_job_again_that_has_lost_a_rank(tmp_path: Path) -> None:
-    """Its agent sends SIGTERM to the rank that is left as soon as it misses the other one; that rank saves first."""
-    flags = [*TINY, "--hidden-dropout", "0.1", "--save-interval", "2"]
+    """Its agent sends SIGTERM to the rank that is left as soon as it misses the other one; that rank saves first, and
+    writes the metrics that the lost one had not written yet."""
+    flags = [*TINY, "--hidden-dropout", "0.1", "--save-interval", "2", "--log-interval", "2"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert run_ranks([*flags, "--save", whole, "--metrics-dir", whole / "metrics"], 2).returncode == 0
     places = ["--save", parts, "--load", parts, "--metrics-dir", parts / "metrics"]
-    done = launch([*TORCHRUN, "2"], [*flags, *places, "--simulate-fault", "kill:1,4"])
+    done = launch([*TORCHRUN, "2"], [*flags, *places, "--simulate-fault", "kill:0,4"])
     assert done.returncode == 0, done.stderr
     assert "note: iteration 3 is saved in an emergency save of 1 ranks, 1 of 2 being lost" in done.stderr
     assert metrics(parts / "metrics") == metrics(whole / "metrics")

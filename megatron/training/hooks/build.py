@@ -55,8 +55,8 @@ HOOKS: tuple[type[Hook], ...] = (
     ZerosHook, ExpertsHook, AttentionLogitsHook, FP8Hook, TrafficHook, BalanceHook, LayerNormsHook, EnergyHook,
     TimingHook, MemoryHook, PipelineClockHook, NamedRangesHook, ProfilerHook, MemoryHistoryHook, HangWatchHook,
     StragglerHook, TimesHook,
-    # Phase.WRITE
-    ConsoleHook, MetricsFileHook, EventsHook, AlertsHook, TensorBoardHook, WandbHook, ProgressHistoryHook, LedgerHook,
+    # Phase.WRITE; what the log says is in the file already
+    MetricsFileHook, ConsoleHook, EventsHook, AlertsHook, TensorBoardHook, WandbHook, ProgressHistoryHook, LedgerHook,
     # Phase.CONTROL
     CrashLoopHook, SimulatedFaultsHook, InjectedFaultsHook,
     ValidationHook, NonFiniteHook, WeightHashHook, OutlierHook, CollectiveTimeoutHook, FreeMemoryHook,

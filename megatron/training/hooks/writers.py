@@ -23,7 +23,7 @@ from typing import Any
 from megatron.core import optional_deps
 from megatron.core.dist_checkpointing.directory_lock import DirectoryLock
 from megatron.core.errors import ConfigError, say
-from megatron.core.line_files import append_lines
+from megatron.core.line_files import append_lines, read_rows
 from megatron.training.config.container import RunConfig
 from megatron.training.config.logging import LoggerConfig
 from megatron.training.hooks.progress_lines import compute_perplexity
@@ -48,6 +48,8 @@ class MetricsFileHook(Hook):
         self._lock: DirectoryLock | None = None
         self._written = 0
         """The last iteration that has a line."""
+        self._unwritten: Sequence[Row] = ()
+        """On another rank than the first, the rows that it was given last."""
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> MetricsFileHook | None:
@@ -73,7 +75,16 @@ class MetricsFileHook(Hook):
         """Write a line for each iteration."""
         if run.is_first_rank and rows:
             self._written = rows[-1].iteration
-            self._write(*({"iteration": row.iteration, **row.values} for row in rows))
+            self._write_rows(rows)
+        else:
+            self._unwritten = rows
+
+    def on_save(self, run: Run) -> None:
+        """Where this rank has become the first one, write what a lost one had no time to."""
+        if run.is_first_rank and self._unwritten:
+            last = max((row.get("iteration", 0) for row in read_rows(self.file.path)[0]), default=0)
+            self._write_rows([row for row in self._unwritten if row.iteration > last])
+            self._unwritten = ()
 
     def on_evaluate(self, run: Run, evaluation: Evaluation) -> None:
         """Write a line for the evaluation."""
@@ -92,6 +103,9 @@ class MetricsFileHook(Hook):
         """Let the next run have the directory."""
         if self._lock is not None:
             self._lock.release()
+
+    def _write_rows(self, rows: Iterable[Row]) -> None:
+        self._write(*({"iteration": row.iteration, **row.values} for row in rows))
 
     def _write(self, *rows: dict[str, Any]) -> None:
         if self._lock is not None:

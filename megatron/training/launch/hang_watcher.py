@@ -152,6 +152,8 @@ class Watcher:
             from torch.distributed import PrefixStore, TCPStore
 
             host, port = self._address
+            # A plain socket first: torch prints the frames of its stack where nobody answers.
+            socket.create_connection(self._address, timeout=2.0).close()
             store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=2), wait_for_workers=False)
             self._store = PrefixStore(self._prefix, store)
 
