@@ -21,6 +21,7 @@ Bugs of ours stay ordinary exceptions with their traceback.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import os
@@ -31,6 +32,14 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
+
+_RUN_OUT = {
+    errno.EMFILE: "raise the limit with ulimit -n",
+    errno.ENFILE: "the machine has too many files open",
+    errno.ENOSPC: "free some space, in /dev/shm as well",
+    errno.EDQUOT: "free some space of this user's",
+}
+"""Numbers of the system's errors for what has run out, and what helps."""
 
 
 class MegatronError(Exception):
@@ -205,11 +214,17 @@ def _telling_launcher() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        tell_launcher(_as_shortage(error) or error)
+        tell_launcher(_explain(error) or error)
         raise
 
 
-def _as_shortage(error: Exception) -> MemoryShortageError | None:
+def _explain(error: Exception) -> MegatronError | None:
+    """What has run out, as an error with a sentence; None for any other error."""
+    if isinstance(error, OSError) and error.errno in _RUN_OUT:
+        remedy = _RUN_OUT[error.errno]
+        return StorageError(
+            f"{error.filename or 'a file or socket'} cannot be opened or written: {error.strerror}; {remedy}"
+        )
     refused = explain_refused_memory(error)
     if refused is None:
         return None
@@ -248,11 +263,15 @@ def command_line(main: Callable[[], int | None]) -> Callable[[], int]:
         try:
             with _plain_warnings(), _telling_launcher():
                 return main() or 0
-        except (MegatronError, MemoryError, RuntimeError) as error:
+        except BrokenPipeError:
+            # Python flushes stdout when it exits and would complain about the closed pipe.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        except (MegatronError, MemoryError, RuntimeError, OSError) as error:
             # Not from parsed arguments: they may be what is wrong.
             if "--traceback" in sys.argv or os.environ.get("MEGATRON_TRACEBACK") == "1":
                 raise
-            known = error if isinstance(error, MegatronError) else _as_shortage(error)
+            known = error if isinstance(error, MegatronError) else _explain(error)
             if known is None:
                 raise
             report_error(known)
@@ -263,9 +282,5 @@ def command_line(main: Callable[[], int | None]) -> Callable[[], int]:
                 say("interrupted", sys.stderr)
             # 128 + SIGINT, which is what a shell reports.
             return 130
-        except BrokenPipeError:
-            # Python flushes stdout when it exits and would complain about the closed pipe.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
 
     return wrapped

@@ -93,7 +93,8 @@ class ProgressRecord:
     def make(cls, path: Path, rank: int) -> ProgressRecord:
         """Make the file of this process. Raises OSError."""
         with path.open("xb") as file:
-            file.truncate(_LENGTH)
+            # Not a hole: where memory for the file is missing, the process would be ended later, by SIGBUS.
+            os.posix_fallocate(file.fileno(), 0, _LENGTH)
         record = cls(path, writes=True)
         _HEADER.pack_into(record._map, 0, rank, os.getpid(), OUTSIDE, 0, 0, 0, 0, 0.0)
         return record

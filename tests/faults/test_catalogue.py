@@ -20,12 +20,7 @@ ROWS = {
     "R": 27,  # a running job: processes, network, numbers, resources
 }
 UNTESTED = {
-    "R2": "a grace that ends in the middle of a save is a kill there: S1 to S25",
     "R11": "training over sites that exchange rarely is not part of the system yet",
-    "R13": "torch's store and rendezvous, which answer strangers by themselves",
-    "R19": "descriptors, inodes and shared memory that run out",
-    "R25": "a fork in a user's callback",
-    "R27": "100,000 steps take hours",
 }
 """Rows without a test of their own, and why."""
 _IDS = re.compile(r"(?:^|_)([A-Z])(\d+)(?:_to_([A-Z])(\d+))?(?=_|$)")

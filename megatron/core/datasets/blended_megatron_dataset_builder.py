@@ -12,9 +12,10 @@ import numpy as np
 from megatron.core.datasets.blend import Blend, Split, SplitMatrix, normalize, samples_per_dataset
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.datasets.indexed_format import allow_open_files, file_size
+from megatron.core.datasets.indexed_format import file_size
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.errors import ConfigError, DataError
+from megatron.core.open_files import allow_open_files
 
 Dataset = MegatronDataset | BlendedDataset
 Sizes = Sequence[int | None]

@@ -19,10 +19,8 @@ The format is Megatron-LM's. An empty document has an entry in document_indices 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-import resource
 import stat
 import struct
 from dataclasses import dataclass
@@ -42,7 +40,6 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 _VERSION_AT, _DTYPE_AT, _SEQUENCES_AT, _DOCUMENTS_AT = 9, 17, 18, 26
 _CHUNK = 1 << 20  # sequences checked at once: bounds the temporary memory of the check
-_OTHER_FILES = 512  # what a training process has open besides
 
 REMEDY = "copy the dataset again or write it anew with tools/preprocess_data.py"
 
@@ -131,17 +128,6 @@ def file_size(path: str) -> int:
     except OSError as error:
         raise StorageError(f"{path}: {error.strerror}") from error
     return status.st_size
-
-
-def allow_open_files(count: int) -> None:
-    """Raise this process's own limit so that `count` further files can be open, as far as the system permits."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + _OTHER_FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        # Best effort: where the system refuses, opening the files will say which limit to raise.
-        with contextlib.suppress(ValueError, OSError):
-            allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def map_file(path: str, size: int) -> Array:

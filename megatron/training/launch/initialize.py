@@ -27,6 +27,7 @@ from megatron.core.errors import ConfigError, explain_refused_memory, format_byt
 from megatron.core.host_memory import keep_freed_host_memory
 from megatron.core.kernels.launching import find_obstacle
 from megatron.core.mesh import DEFAULT_ORDER, PIPELINE_BEFORE_DATA_ORDER, RankGrid
+from megatron.core.open_files import require_open_files
 from megatron.core.parent_death import end_with_parent
 from megatron.core.plan.stages import build_virtual_stages, find_embedding_use
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -82,6 +83,7 @@ def initialize(config: RunConfig, seat: Seat | None = None) -> Process:
         )
     if crash_point := os.environ.get("MEGATRON_CRASH_POINT"):
         arm(crash_point, launch.rank)
+    require_open_files(config.data.num_workers)
     if config.logger.logging_level is not None:
         logging.basicConfig()
         logging.getLogger().setLevel(config.logger.logging_level)

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many files, sockets included, this process may have open."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+
+from megatron.core.errors import StorageError
+
+_OTHER_FILES = 512
+"""What a training process has open beside its data."""
+_FEWEST = 64
+"""With fewer, libraries hang or crash at places of their own choice."""
+_PER_LOADER = 16
+
+
+def allow_open_files(count: int) -> int:
+    """Raise this process's own limit so that `count` further files can be open, as far as the system permits; return
+    the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + _OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return wanted
+    # Best effort: where the system refuses, opening the files will say which limit to raise.
+    with contextlib.suppress(ValueError, OSError):
+        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        return allowed
+    return soft
+
+
+def require_open_files(loaders: int) -> None:
+    """Raise StorageError where a run with so many data loader processes could not open what it needs."""
+    needed = _FEWEST + _PER_LOADER * loaders
+    allowed = allow_open_files(needed)
+    if allowed < needed:
+        raise StorageError(
+            f"this process may have {allowed} files open, and a run with --num-workers {loaders} needs {needed}; "
+            "raise the limit with ulimit -n"
+        )
