@@ -158,10 +158,11 @@ def explain(judge: Judge, flags: Sequence[str], added: Sequence[str], arguments:
             f"{product} x DP {arguments.dp} = {needed} GPUs, and --gpus says {arguments.gpus}; experts (EP "
             f"{layout.ep}) are inside of these, they do not multiply them"
         )
+        layout.problems.append(layout.why)
     if arguments.json is not None:
         write_atomically(arguments.json, json.dumps(to_json(layout), indent=2) + "\n")
     if not layout.legal:
-        raise ConfigError(str(layout.why).split("; error: "))
+        raise ConfigError(layout.problems)
     print("\n".join([layout.name, *describe_layout(layout, arguments.gpus, arguments)]))
     print(f"it fits {judge.device.name}" if layout.fits else f"does not fit {judge.device.name}: {layout.why}")
     write_script(arguments, layout, judge.device, added)
@@ -187,8 +188,8 @@ def main() -> int:
         found = {"layouts": list(map(to_json, best)), "rejected": list(map(to_json, rejected))}
         write_atomically(arguments.json, json.dumps(found, indent=2) + "\n")
     if not any(layout.legal for layout in tried):
-        reasons = list(dict.fromkeys(str(layout.why) for layout in tried))
-        raise ConfigError(reasons[:5] or [f"no division of {arguments.gpus} processes has --dp {arguments.dp}"])
+        reasons = list(dict.fromkeys(problem for layout in tried for problem in layout.problems))
+        raise ConfigError(reasons[:5] or [describe_no_division(search, arguments)])
     if not best:
         print(describe_no_fit(tried, judge, flags))
         return 1
@@ -202,6 +203,15 @@ def main() -> int:
         print(f"{len(near)} do not fit, such as {near[0].name}: {near[0].why}")
     write_script(arguments, best[0], device, added)
     return 0
+
+
+def describe_no_division(search: Search, arguments: argparse.Namespace) -> str:
+    """Say which sizes are given, none of whose divisions has as many processes."""
+    given = search.list_given_sizes() + ([f"--dp {arguments.dp}"] if arguments.dp is not None else [])
+    return (
+        f"--gpus {arguments.gpus} cannot be divided with {', '.join(given)}; give a number of GPUs that is a multiple "
+        "of their product, or leave sizes open"
+    )
 
 
 def describe_no_fit(tried: Sequence[Layout], judge: Judge, flags: Sequence[str]) -> str:

@@ -69,6 +69,8 @@ class Layout:
     """Part of a step -> seconds."""
     why: str | None = None
     """Reason against it, or how it compares with the fastest."""
+    problems: list[str] = field(default_factory=list)
+    """Sentences, each of which makes it illegal."""
 
     @property
     def name(self) -> str:
@@ -98,7 +100,11 @@ class Judge:
             model.context_parallel_size, model.expert_model_parallel_size,
         )  # fmt: skip
         if found.problems:
-            layout.legal, layout.why = False, "; ".join(problem.text for problem in found.problems)
+            layout.legal, layout.problems = False, [problem.text for problem in found.problems]
+            layout.why = "; ".join(layout.problems)
+            # As many as there would be, if the sizes multiplied out.
+            layout.dp = self.gpus // (layout.tp * layout.pp * layout.cp)
+            layout.micro_batch_size = config.training.micro_batch_size or 1
             return layout
         if self._tokenizer is None:
             self._tokenizer = build_tokenizer(config)
@@ -192,6 +198,12 @@ class Search:
             if ep > max(1, tp * cp * copies) and not given:
                 continue
             yield {"tp": tp, "pp": pp, "cp": cp, "ep": ep}
+
+    def list_given_sizes(self) -> list[str]:
+        """The sizes that are not left open, as flags."""
+        model = self.config.model
+        fields = ((flag, flag.removeprefix("--").replace("-", "_")) for flag in _SIZES.values())
+        return [f"{flag} {getattr(model, name)}" for flag, name in fields if self.is_given[flag] != "default"]
 
     def _try_division(self, sizes: dict[str, int]) -> Layout:
         words = [*self.flags, *self._name_sizes(sizes), *self._name_companions(sizes)]
@@ -302,16 +314,28 @@ def compare(layout: Layout, best: Layout) -> str:
 
 
 def find_smallest_fit(device: Device, gpus: int, flags: Sequence[str], most: int = 1 << 16) -> Layout | None:
-    """The layout with the fewest processes, doubled from so many, that fits this model; None where none does."""
-    while (gpus := 2 * gpus) <= most:
-        search = Search(Judge(gpus, device), flags, lambda text: None)
-        # The division that keeps the least on a process, computed again where that helps.
-        for sizes in sorted(search.list_divisions(None), key=lambda s: -s["tp"] * s["pp"] * s["cp"] * s["ep"])[:12]:
-            layout = search._try_division(sizes)
-            for candidate in [layout] if layout.legal else []:
-                found = candidate if candidate.fits else search._add(candidate, RECOMPUTATION[1].split())
-                if found.fits:
-                    return found
+    """The layout with the fewest processes that fits this model, of numbers that are doubled from so many and then of
+    sixteenths between the last two, in whole nodes; None where none does."""
+    found = None
+    while found is None and (gpus := 2 * gpus) <= most:
+        found = _find_fit(device, gpus, flags)
+    node = int(device.devices_per_node)
+    between = range(gpus // 2 + max(1, gpus // 16), gpus, max(1, gpus // 16)) if found is not None else ()
+    for fewer in between:
+        if (fewer % node == 0 or fewer < node) and (smaller := _find_fit(device, fewer, flags)) is not None:
+            return smaller
+    return found
+
+
+def _find_fit(device: Device, gpus: int, flags: Sequence[str]) -> Layout | None:
+    search = Search(Judge(gpus, device), flags, lambda text: None)
+    # The divisions that keep the least on a process, computed again where that helps.
+    for sizes in sorted(search.list_divisions(None), key=lambda s: -s["tp"] * s["pp"] * s["cp"] * s["ep"])[:12]:
+        layout = search._try_division(sizes)
+        for candidate in [layout] if layout.legal else []:
+            found = candidate if candidate.fits else search._add(candidate, RECOMPUTATION[1].split())
+            if found.fits:
+                return found
     return None
 
 

@@ -6,7 +6,8 @@
     python -m megatron report runs/a --live               follows the run on http://127.0.0.1:8600/
 
 RUN_DIR: a directory of --metrics-dir, one of --save, or one that holds both; profiles and pipeline traces below it are
-read, too. The page is one file that needs no network. Nothing in RUN_DIR is changed.
+read, too. The page is one file that needs no network; beside it, where matplotlib is installed, lies a folder with its
+drawings as PNG files. Nothing in RUN_DIR is changed.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import sys
 from pathlib import Path
 
 from megatron.core.errors import ConfigError, StorageError, command_line
-from megatron.core.optional_deps import require
+from megatron.core.optional_deps import available, require
 from megatron.report.live import build_server
-from megatron.report.page import build_data, render, write_pictures
+from megatron.report.page import build_data, render
+from megatron.report.pictures import write_pictures
 from megatron.report.run_record import open_runs
 from megatron.training.flags.argument import ProgramParser, path
 
@@ -29,7 +31,13 @@ def main() -> int:
     parser = ProgramParser(__doc__, see="report --help")
     parser.add_argument("runs", type=path, nargs="+", metavar="RUN_DIR")
     parser.add_argument("--output", type=path, metavar="FILE.html", help="the page (RUN_DIR's name with .html)")
-    parser.add_argument("--png", type=path, metavar="DIR", help="also a PNG of each curve; needs matplotlib")
+    parser.add_argument(
+        "--png",
+        type=path,
+        metavar="DIR",
+        help="for a PNG of each drawing (the page's name with _png; needs matplotlib)",
+    )
+    parser.add_argument("--no-png", action="store_true", help="the page alone")
     parser.add_argument("--live", action="store_true", help="serve the page on this machine while the run goes on")
     parser.add_argument("--port", type=int, default=8600, metavar="N", help="of --live (8600); 0: any that is free")
     arguments = parser.parse_args()
@@ -37,14 +45,15 @@ def main() -> int:
         raise ConfigError(f"--port {arguments.port} must be 0 to 65535")
     records = open_runs(arguments.runs)
     if arguments.live:
-        if arguments.output or arguments.png:
+        if arguments.output or arguments.png is not None:
             raise ConfigError("--live writes nothing: leave out --output and --png, or --live")
         return _serve(build_server(records, arguments.port))
     data = build_data(records)
     output = arguments.output or Path(f"{arguments.runs[0].resolve().name}.html")
     _write(output, render(data).encode("utf-8", errors="replace"))
-    if arguments.png is not None:
-        _write_pictures(data, arguments.png)
+    pictures = arguments.png or output.with_name(f"{output.stem}_png")
+    if not arguments.no_png and (arguments.png is not None or available("matplotlib")):
+        _write_pictures(data, pictures)
     for record, run in zip(records, data["runs"], strict=True):
         for note in record.notes:
             print(f"note: {record.name}: {note}", file=sys.stderr)

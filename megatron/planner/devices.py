@@ -46,6 +46,8 @@ class Device:
     """Of the peak that a large product reaches."""
     attention_share: float = 0.45
     """Of the peak that attention reaches in forward and backward together."""
+    memory_share: float = 0.8
+    """Of the memory's bandwidth that elementwise kernels reach."""
     half_rows: float = 200.0
     """Rows of a product at which its rate is half of the best one."""
     half_width: float = 150.0
@@ -53,6 +55,12 @@ class Device:
     link_seconds: float = 8e-6
     """Of a step of a ring within a node, however little it carries."""
     network_seconds: float = 15e-6
+    reduce_scatter_ratio: float = 1.0
+    """Time of a reduce-scatter over that of an all-gather: 1 for rings."""
+    all_reduce_ratio: float = 2.0
+    """Of an all-reduce, likewise."""
+    hidden_share: float = 1.0
+    """Of communication beside computing that costs no time: 0 where one processor does both."""
     launch_seconds: float = 4e-6
     """The host's time for one kernel."""
     devices_per_node: int = 8
@@ -69,7 +77,7 @@ class Device:
                 continue
             is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             least_is_zero = field.name.endswith("_seconds") or field.name in (
-                "reserved_bytes", "communicator_bytes", "half_rows", "half_width"
+                "reserved_bytes", "communicator_bytes", "half_rows", "half_width", "hidden_share"
             )  # fmt: skip
             if not is_number or value < 0 or (value == 0 and not least_is_zero):
                 raise ConfigError(f"device {self.name}: {field.name} is {value!r}; give a number above 0")
@@ -126,7 +134,7 @@ def read_device(path: Path) -> Device:
     if not isinstance(found, dict):
         raise ConfigError(f"--gpu-file {path} holds a {type(found).__name__}; it must hold an object with fields")
     known = {field.name: field for field in dataclasses.fields(Device)}
-    given = {name: value for name, value in found.items() if name not in ("like", "measured")}
+    given = {name: value for name, value in found.items() if name not in ("like", "measured", "unsteady")}
     base = dataclasses.asdict(find_device(str(found["like"]))) if "like" in found else {}
     base |= given
     strange = sorted(base.keys() - known.keys())

@@ -3,7 +3,8 @@
 
 S: bytes of the whole tensor, n: ranks, B: bytes a second of a link, a: seconds of a step (Thakur et al., 2005).
 
-    all-gather, reduce-scatter   ring: (n - 1) a + S (n - 1) / n / B; all-reduce: twice
+    all-gather, reduce-scatter   ring: (n - 1) a + S (n - 1) / n / B; all-reduce: twice. Libraries that take other ways
+                                 have their measured ratios to an all-gather in the device's row
     all-to-all                   (n - 1) a + S' (n - 1) / n / B of the S' bytes of one rank
     point to point               a + S / B
 
@@ -34,7 +35,7 @@ class Link(NamedTuple):
         return max(1, min(self.size, int(self.device.devices_per_node) // self.stride))
 
     def gather(self, whole: float) -> float:
-        """Seconds of an all-gather or a reduce-scatter of a tensor of so many bytes in all."""
+        """Seconds of an all-gather of a tensor of so many bytes in all."""
         if self.size == 1:
             return 0.0
         device, near = self.device, self.ranks_per_node
@@ -43,9 +44,13 @@ class Link(NamedTuple):
         between = whole / near * (nodes - 1) / nodes / device.network_bandwidth
         return max(inside, between) + self._count_steps(near, nodes)
 
+    def scatter(self, whole: float) -> float:
+        """Seconds of a reduce-scatter."""
+        return self.device.reduce_scatter_ratio * self.gather(whole)
+
     def reduce(self, whole: float) -> float:
         """Seconds of an all-reduce."""
-        return 2 * self.gather(whole)
+        return self.device.all_reduce_ratio * self.gather(whole)
 
     def exchange(self, own: float) -> float:
         """Seconds of an all-to-all in which each rank sends so many bytes in all."""

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 _TOUCHES = 3.0
 """Reads and writes of a kept byte in forward, by fused kernels: 60 h + 14 f bytes of a token and layer."""
 _BACKWARD_TOUCHES = 1.6
-_MEMORY_SHARE = 0.8
-"""Of the bandwidth that elementwise kernels reach."""
 _FEW_BITS_SHARE = 0.75
 """Of the gain of FP8 products that rounding their operands leaves."""
 _HIDDEN_BY_OVERLAP = 0.7
@@ -175,7 +173,7 @@ class _Clock:
         self.model, self.workload, self.device = model, workload, device
         self.tokens = count_tokens(model, workload)
         self.width = count_bytes(model)
-        self.bandwidth = device.memory_bandwidth * _MEMORY_SHARE
+        self.bandwidth = device.memory_bandwidth * device.memory_share
         self.tp_size, cp = model.tensor_model_parallel_size, model.context_parallel_size
         etp = model.expert_tensor_parallel_size or self.tp_size
         self.tp, self.cp = Link(device, self.tp_size), Link(device, cp, self.tp_size)
@@ -222,7 +220,8 @@ class _Clock:
             if exchanged and self.model.overlap_moe_expert_parallel_comm:
                 # Behind what another microbatch computes meanwhile.
                 computed = sum(parts.values()) - exchanged
-                parts["expert parallel"] = max(0.0, exchanged - _HIDDEN_BY_EXPERTS * computed)
+                hidden = _HIDDEN_BY_EXPERTS * self.device.hidden_share * computed
+                parts["expert parallel"] = max(0.0, exchanged - hidden)
             parts["host"] = max(0.0, launches * kernels - sum(parts.values()))
         return found
 
@@ -238,7 +237,7 @@ class _Clock:
         state_bytes = 0.0
         for elements, link in ((dense, self.dp), (experts, self.edp)):
             if link.size > 1 and elements:
-                reduced = link.gather(gradient * elements) if shards else link.reduce(gradient * elements)
+                reduced = link.scatter(gradient * elements) if shards else link.reduce(gradient * elements)
                 # Fully sharded, weights are gathered for each microbatch's forward and backward.
                 again = 2 * self.workload.num_microbatches if replicas.use_torch_fsdp2 else 1
                 gathered = again * link.gather(self.width * elements) if shards else 0.0
@@ -246,7 +245,9 @@ class _Clock:
                     (reduced, replicas.overlap_grad_reduce or replicas.use_torch_fsdp2),
                     (gathered, replicas.overlap_param_gather or replicas.use_torch_fsdp2),
                 ):
+                    hides = hides and self.device.hidden_share > 0
                     hidden = window * (again if seconds is gathered else 1) * 0.5 if hides else 0.0
+                    hidden *= self.device.hidden_share
                     parts["data parallel"] += max(seconds * (_FIRST_BUCKET if hides else 1.0), seconds - hidden)
             # Gradient, main weight and two moments are read, all but the gradient written, and the 16-bit weight.
             state_bytes += elements / (link.size if shards else 1) * (gradient + 24 + self.width)
@@ -278,7 +279,9 @@ class _Clock:
             inner = (model.moe_ffn_hidden_size or hidden) / self.etp.size
             products += self._multiply(own, counts.active_expert_matrices, inner, few_bits, rows)
             sent = own * model.moe_router_topk * model.expert_channels * self.width * _SKEW
-            forward["expert parallel"] = 2 * (self.ep.exchange(sent) + self.etp.gather(sent * self.etp.size))
+            forward["expert parallel"] = 2 * self.ep.exchange(sent) + self._gather_and_scatter(
+                self.etp, sent * self.etp.size
+            )
         # Gradients are added to float32 sums for each microbatch.
         local = counts.matrices / ranks + counts.expert_matrices / self.ep.size / self.etp.size
         forward["products"] = products
@@ -295,12 +298,17 @@ class _Clock:
         forward["elementwise"] = _TOUCHES * kept / self.bandwidth
         backward["elementwise"] = _BACKWARD_TOUCHES * forward["elementwise"]
         if counts.matrices:
-            around = 2 * self.tp.gather(tokens.all * hidden * self.width)
-            forward["tensor parallel"] = around * (1 - _HIDDEN_BY_OVERLAP if model.tp_comm_overlap else 1)
+            around = self._gather_and_scatter(self.tp, tokens.all * hidden * self.width)
+            overlapped = _HIDDEN_BY_OVERLAP * self.device.hidden_share if model.tp_comm_overlap else 0.0
+            forward["tensor parallel"] = around * (1 - overlapped)
         if self.cp.size > 1 and kind.work(model, branch, self.workload.seq_length):
             forward["context parallel"] = self._exchange_context(branch, attention)
         for part in ("tensor parallel", "context parallel", "expert parallel"):
             backward[part] = forward[part]
+        if counts.matrices and model.sequence_parallel:
+            # The input is gathered once more for the weights' gradients, beside the product of the input's.
+            again = self.tp.gather(tokens.all * hidden * self.width)
+            backward["tensor parallel"] += again * (1 - self.device.hidden_share)
         again = sum(row.bytes for row in rows_kept if row.part in self.recomputed)
         backward["recomputed"] = self._time_recomputed(branch, forward) or _TOUCHES * again / self.bandwidth
         return _Passes(forward, backward)
@@ -319,8 +327,13 @@ class _Clock:
         groups = max(1.0, model.num_query_groups / self.tp_size)
         block = 2 * self.tokens.all * groups * model.query_width * self.width
         if branch.options.context_exchange == "p2p":
-            return (ranks - 1) * max(self.device.link_seconds, self.cp.send(block) - attention / ranks)
+            hidden = self.device.hidden_share * attention / ranks
+            return (ranks - 1) * max(self.device.link_seconds, self.cp.send(block) - hidden)
         return self.cp.gather(block * ranks)
+
+    @staticmethod
+    def _gather_and_scatter(link: Link, whole: float) -> float:
+        return link.gather(whole) + link.scatter(whole)
 
     def _multiply(
         self, rows: float, elements: float, narrow: float, few_bits: bool, rows_at_once: float | None = None

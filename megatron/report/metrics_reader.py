@@ -110,7 +110,9 @@ class MetricsReader:
     def _take_evaluation(self, iteration: int, row: dict[str, Any]) -> None:
         losses = row.get("eval")
         if isinstance(losses, dict):
-            where = "-".join(str(row[key])[:80] for key in ("split", "set") if key in row) or "evaluation"
+            # The evaluation at the end of a run is of batches of its own.
+            parts = [str(row[key])[:80] for key in ("split", "set") if key in row]
+            where = "-".join([*parts, *(["final"] if row.get("final") is True else [])]) or "evaluation"
             for name, value in losses.items():
                 if _is_number(value):
                     self.evaluations.setdefault(f"{name} {where}", []).append((iteration, float(value)))

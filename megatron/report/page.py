@@ -10,6 +10,7 @@ from __future__ import annotations
 import html
 import json
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,9 +21,11 @@ import numpy as np
 from megatron.report.metrics_reader import MetricsReader
 from megatron.report.run_record import RunRecord
 from megatron.report.series import average, smooth, thin
-from megatron.report.verdict import Verdict, judge
+from megatron.report.verdict import RECENT_ROWS, Verdict, judge
 
 _MOST_POINTS = 1500
+_LEAST_WINDOW = 5
+"""Steps of which a smoothed value is the mean, at least."""
 _MOST_MARKS = 400
 _MOST_OTHERS = 24
 _HEAT_COLUMNS = 200
@@ -90,34 +93,6 @@ def render(data: Mapping[str, Any], *, is_live: bool = False) -> str:
     return before + content + after
 
 
-def write_pictures(data: Mapping[str, Any], folder: Path, pyplot: Any) -> list[Path]:
-    """A PNG of each curve, by matplotlib. Raises OSError."""
-    written = []
-    for chart in data["charts"]:
-        figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
-        for curve in chart["curves"]:
-            run = data["runs"][curve["run"]]["name"]
-            for segment in curve["segments"]:
-                points = [(x, math.nan if y is None else y) for x, y in segment["points"]]
-                style = ":" if segment["redone"] else "-"
-                label = f"{run}, done again" if segment["redone"] else run
-                alpha, color = 0.5 if curve["smooth"] else 1.0, f"C{curve['run']}"
-                axes.plot(*zip(*points, strict=True), style, linewidth=1, alpha=alpha, color=color, label=label)
-            if curve["smooth"]:
-                smoothed = [(x, math.nan if y is None else y) for x, y in curve["smooth"]]
-                axes.plot(*zip(*smoothed, strict=True), linewidth=2, color=f"C{curve['run']}")
-        axes.set(xlabel="iteration", title=chart["title"], ylabel=chart["unit"])
-        axes.grid(alpha=0.3)
-        # A name in dollars would be taken for a formula, and one that begins with _ would be left out.
-        for text in axes.legend().get_texts():
-            text.set_parse_math(False)
-        path = folder / f"{chart['id']}.png"
-        figure.savefig(path, dpi=120)
-        pyplot.close(figure)
-        written.append(path)
-    return written
-
-
 # ---- parts
 
 
@@ -136,7 +111,7 @@ def _describe_run(record: RunRecord, verdict: Verdict) -> dict[str, Any]:
         "ranks": sorted(_list_ranks(record), key=lambda rank: -rank["forward_ms"])[:_MOST_RANKS],
         "verdict": {
             "sentence": verdict.sentence, "cause": verdict.cause, "source": verdict.source,
-            "shares": [[part, share] for part, share in verdict.shares.items()],
+            "shares": sorted(map(list, verdict.shares.items()), key=lambda item: (item[0] == "everything else", -item[1])),
             "findings": [
                 {"cause": f.cause, "share": f.share, "sentence": f.sentence, "flags": list(f.flags)}
                 for f in verdict.findings
@@ -152,18 +127,19 @@ def _list_tiles(record: RunRecord) -> list[list[str]]:
         target = record.setting("train_iters", 0)
         of = f" of {target:,.0f}" if target else ""
         tiles.append(["iteration", f"{reader.iterations[-1]:,.0f}{of}"])
-        for name, label, form in (
-            ("lm loss", "loss", lambda v: f"{v:.4f}"),
-            ("tokens_per_second", "tokens per second", lambda v: f"{v:,.0f}"),
-            ("mfu", "MFU", lambda v: f"{100 * v:.1f} %"),
-            ("peak_memory_bytes", "peak memory", lambda v: f"{v / _GIB:.2f} GiB"),
+        # Of the same steps, and in the same way, as in the verdict.
+        for name, label, form, reduce in (
+            ("lm loss", "loss", lambda v: f"{v:.4f}", lambda values: np.mean(values[-50:])),
+            ("tokens_per_second", "tokens per second", lambda v: f"{v:,.0f}", np.median),
+            ("mfu", "MFU", lambda v: f"{100 * v:.1f} %", np.median),
+            ("peak_memory_bytes", "peak memory", lambda v: f"{v / _GIB:.2f} GiB", np.max),
         ):
-            column = reader.column(name)
-            known = column[np.isfinite(column)][-50:]
+            column = reader.column(name)[-RECENT_ROWS:]
+            known = column[np.isfinite(column)]
             if len(known):
-                tiles.append([label, form(float(np.max(known) if "memory" in name else np.mean(known)))])
+                tiles.append([label, form(float(reduce(known)))])
         for name, points in reader.evaluations.items():
-            if "validation" in name and "lm loss" in name:
+            if "validation" in name and "lm loss" in name and "final" not in name:
                 tiles.insert(2, [name.replace("lm loss", "loss,"), f"{points[-1][1]:.4f}"])
     events = [(label, sum(m.kind in kinds for m in record.marks)) for label, kinds in (
         ("checkpoints", ("save",)), ("restarts", ("restart",)), ("rollbacks", ("rollback",)),
@@ -191,7 +167,7 @@ def _build_charts(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
         curves = [curve for place, record in enumerate(records) for curve in _build_curves(chart, place, record)]
         if curves:
             charts.append({
-                "id": f"{number:02d}-{chart.title.lower().replace(' ', '-')[:40]}" if number < len(CHARTS)
+                "id": f"{number:02d}-{re.sub('[^a-z]+', '-', chart.title.lower())}" if number < len(CHARTS)
                 else f"{number:02d}-other",
                 "title": chart.title, "unit": chart.unit, "zero": chart.starts_at_zero,
                 "more": number >= len(CHARTS), "curves": curves,
@@ -228,8 +204,9 @@ def _build_curves(chart: Chart, place: int, record: RunRecord) -> list[dict[str,
                 begin = max(0, a - 1) if a not in reader.breaks and redone[a] else a
                 most = max(8, _MOST_POINTS * (b - a) // len(x))
                 segments.append({"redone": bool(redone[a]), "points": thin(x[begin:b], y[begin:b], most)})
-        window = max(1, int((~redone).sum()) // 50)
-        if chart.is_smoothed and window > 2:
+        count = int((~redone).sum())
+        window = max(_LEAST_WINDOW, count // 50)
+        if chart.is_smoothed and count >= 4 * window:
             smoothed = thin(x[~redone], smooth(y[~redone], window), _MOST_POINTS // 2)
     evaluations: list[dict[str, Any]] = []
     if chart.column == "lm loss" and record.metrics is not None:

@@ -24,6 +24,8 @@ _MOST_ENTRIES = 20_000
 _MOST_LINES = 5_000
 """Of a file of events: the last ones."""
 _MOST_PROFILES = 16
+_SAME_FAILURE = 2
+"""Iterations from an error to the failure that it is."""
 
 
 class Mark(NamedTuple):
@@ -110,6 +112,12 @@ class RunRecord:
             if isinstance(row.get("iteration"), int) and "sentence" in row:
                 text = f"attempt {row.get('attempt')}: {row['sentence']}"
                 self.marks.append(Mark("fault", row["iteration"], text[:400]))
+        # What ended a run is noted by the run, and once more, with its culprit, before the next attempt.
+        faults = [mark.iteration for mark in self.marks if mark.kind == "fault"]
+        self.marks = [
+            mark for mark in self.marks
+            if mark.kind != "error" or not any(0 <= at - mark.iteration <= _SAME_FAILURE for at in faults)
+        ]  # fmt: skip
         for row in _read_lines(files.get(_LEDGER_NAME, [])):
             ends = row.get("iterations")
             if (

@@ -30,7 +30,8 @@ _CLEAR = 0.15
 _UNEVEN = 1.15
 """Work of the busiest stage over the mean one."""
 _SLOW_RANK = 1.2
-_RECENT_ROWS = 200
+RECENT_ROWS = 200
+"""Steps that count, the last ones."""
 _KINDS = (
     "gradients",
     "all-reduce",
@@ -99,7 +100,7 @@ def measure_data_share(run: RunRecord) -> float | None:
     """The share of the last steps in which the first rank waited for batches; None where it was not measured."""
     if run.times is None:
         return None
-    waits, steps = (run.times.column(name)[-_RECENT_ROWS:] for name in ("data_seconds", "step_seconds"))
+    waits, steps = (run.times.column(name)[-RECENT_ROWS:] for name in ("data_seconds", "step_seconds"))
     known = np.isfinite(waits) & np.isfinite(steps)
     if known.sum() > 1:
         known[np.argmax(known)] = False  # the first steps start the loaders
@@ -129,7 +130,7 @@ def _read_timers(run: RunRecord) -> dict[str, float]:
     """Shares by the timers that --log-timers-to-tensorboard adds to the metrics; none where they are not there."""
 
     def read(name: str) -> float:
-        column = run.metrics.column(name)[-_RECENT_ROWS:] if run.metrics is not None else np.empty(0)
+        column = run.metrics.column(name)[-RECENT_ROWS:] if run.metrics is not None else np.empty(0)
         known = column[np.isfinite(column)]
         return float(np.median(known)) if len(known) else 0.0
 
@@ -294,7 +295,7 @@ def _judge_computing(run: RunRecord, shares: Mapping[str, float]) -> Iterator[Fi
         small = 0 < profile.usual_product_seconds < _SMALL_PRODUCT_SECONDS
         graphs = ("--cuda-graph-impl local",) if profile.has_device else ()
         if host > _USUAL["host"] and small:
-            flags = ("a larger --micro-batch-size", "a smaller --tensor-model-parallel-size", *graphs)
+            flags = (*_enlarge_products(run), *graphs)
             yield Finding(
                 "small products",
                 host,
@@ -313,11 +314,11 @@ def _judge_computing(run: RunRecord, shares: Mapping[str, float]) -> Iterator[Fi
 
 def _judge_utilisation(run: RunRecord) -> Iterator[Finding]:
     """A low MFU, where nothing else is known to cost much time."""
-    mfu = run.metrics.column("mfu")[-_RECENT_ROWS:] if run.metrics is not None else np.empty(0)
+    mfu = run.metrics.column("mfu")[-RECENT_ROWS:] if run.metrics is not None else np.empty(0)
     known = mfu[np.isfinite(mfu)]
     median = float(np.median(known)) if len(known) else 1.0
     if median < _LOW_MFU and _has_small_products(run):
-        flags = ("a larger --micro-batch-size", "a smaller --tensor-model-parallel-size")
+        flags = _enlarge_products(run)
         more = "" if run.profiles else f"; {HOW_TO_PROFILE} says more"
         sentence = f"MFU is {median:.1%}, and matrices are small for the device: {flags[0]}{more}"
         yield Finding("small products", 1 - median / _LOW_MFU, sentence, flags)
@@ -327,3 +328,8 @@ def _has_small_products(run: RunRecord) -> bool:
     hidden, split = run.setting("hidden_size", 0.0), run.setting("tensor_model_parallel_size", 1.0)
     rows = run.setting("micro_batch_size", 1.0) * run.setting("seq_length", 1e9)
     return 0 < hidden / max(split, 1.0) < 512 or rows < 512
+
+
+def _enlarge_products(run: RunRecord) -> tuple[str, ...]:
+    divided = run.setting("tensor_model_parallel_size", 1) > 1
+    return ("a larger --micro-batch-size", *(["a smaller --tensor-model-parallel-size"] if divided else []))

@@ -78,6 +78,8 @@ class PipelineClockHook(Hook):
         self.times_all = timing_log_level >= 2
         self._path: Path | None = None
         """Of the stage's trace, on the ranks that write one."""
+        self._header: str | None = None
+        """Its first line, until the first traced step: a restart beyond these leaves the trace that is there."""
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> PipelineClockHook | None:
@@ -86,7 +88,7 @@ class PipelineClockHook(Hook):
         return cls(profiling, level) if level >= 2 or profiling.pipeline_trace_dir is not None else None
 
     def on_train_start(self, run: Run) -> None:
-        """Begin the stage's file. Raises ConfigError where it cannot be written."""
+        """Make room for the stage's file. Raises ConfigError where it cannot be written."""
         groups = run.groups
         # The other replicas and tensor-parallel ranks run the same schedule at nearly the same times.
         if self.config.pipeline_trace_dir is None or groups.tp.rank() or groups.dp_cp.rank():
@@ -94,7 +96,7 @@ class PipelineClockHook(Hook):
         path = Path(self.config.pipeline_trace_dir) / f"stage-{groups.pp.rank()}.jsonl"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("", encoding="utf-8")
+            path.open("a").close()
         except OSError as error:
             raise ConfigError(
                 f"--pipeline-trace-dir {path.parent} cannot be written ({error.strerror}); give a writable directory"
@@ -110,7 +112,7 @@ class PipelineClockHook(Hook):
             "side_by_side": pipeline.side_by_side,
             "delays_weights": pipeline.delays_weights,
         }
-        append_lines(path, [json.dumps(first)])
+        self._header = json.dumps(first)
 
     def on_step_start(self, run: Run) -> None:
         """Give the executor a clock for the step that begins."""
@@ -126,6 +128,9 @@ class PipelineClockHook(Hook):
             if not action.is_beside:  # what stands side by side has one time together
                 run.timers(_name_timer([action for action, _, _ in times], place), 2).add(end - start)
         if self._path is not None and self._is_traced(run.progress.iteration):
+            if self._header is not None:
+                self._path.write_text(f"{self._header}\n", encoding="utf-8")
+                self._header = None
             append_lines(self._path, _describe_actions(run.progress.iteration + 1, times))
 
     def _is_traced(self, iterations_done: int) -> bool:

@@ -105,6 +105,7 @@ def test_one_layout_is_explained_and_an_illegal_one_has_its_arithmetic(
     assert found["legal"] and found["dp"] == 2 and found["why"] is None
     found = find_layouts(monkeypatch, tmp_path, f"--explain --gpus 10 --gpu h100 -- {RUN} {sizes}", code=2)
     assert not found["legal"] and "= 6 processes" in found["why"] and "10 processes" in found["why"]
+    assert (found["tp"], found["pp"], found["dp"]) == (2, 3, 1)
     assert run(monkeypatch, f"--explain --gpus 12 --gpu h100 --dp 4 -- {RUN} {sizes}") == 2
     assert "TP 2 x PP 3 x CP 1 x DP 4 = 24 GPUs, and --gpus says 12" in capsys.readouterr().err
 
@@ -145,7 +146,11 @@ def test_launchers_start_the_planned_layout(
         ("--gpus 8 --gpu-file FILE", "holds a list"),
         ("--gpus 7 --gpu h100 --preset llama3-8b --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
          "--context-parallel-size 1 --expert-model-parallel-size 1", "does not divide the 7 processes"),
-        ("--gpus 8 --gpu h100 --dp 3 --preset llama3-8b", "no division of 8 processes has --dp 3"),
+        ("--gpus 8 --gpu h100 --dp 3 --preset llama3-8b", "--gpus 8 cannot be divided with --dp 3"),
+        ("--gpus 7 --gpu h100 --preset llama3-8b --tensor-model-parallel-size 2",
+         "--gpus 7 cannot be divided with --tensor-model-parallel-size 2"),
+        ("--explain --gpus 8 --gpu h100 -- --preset llama3-8b --tensor-model-parallel-size 3",
+         "--num-query-groups 8 must be a multiple"),
         ("--gpus 8 --gpu h100 --preset llama3-8x", "--preset llama3-8x is not known"),
         ("--gpus 8 --gpu h100 --hf-config NOWHERE", "does not exist"),
     ],
@@ -273,10 +278,12 @@ def test_rows_of_devices_can_be() -> None:
 
 def test_a_measured_row_is_taken_by_a_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     row = tmp_path / "machine.json"
+    monkeypatch.setattr(probe, "_ATTEMPTS", 1)
     monkeypatch.setattr(sys, "argv", ["probe", "--world-size", "2", "--output", str(row)])
     assert probe.main() == 0
     found = json.loads(row.read_text())
     assert {"peak_flops", "memory_bandwidth", "link_bandwidth", "link_seconds"} <= set(found["measured"])
+    assert found["hidden_share"] == 0.0 and isinstance(found["unsteady"], list)
     flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 64 --seq-length 64"
     layouts = find_layouts(
         monkeypatch, tmp_path, f"--gpus 2 --gpu-file {row} {flags} --vocab-size 100 --global-batch-size 4"
@@ -284,3 +291,51 @@ def test_a_measured_row_is_taken_by_a_plan(monkeypatch: pytest.MonkeyPatch, tmp_
     assert layouts
     monkeypatch.setattr(sys, "argv", ["probe", "--world-size", "0", "--output", str(row)])
     assert probe.main() == 2
+
+
+def test_a_probe_measures_again_until_two_rounds_agree(capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = {"square": 0.02, "rows": 0.004, "columns": 0.003, "copy": 0.003, "elementwise": 0.004,
+               "attention": 0.01, "launch": 1e-6}  # fmt: skip
+    busy = {name: [5 * time, 9 * time] for name, time in seconds.items()}
+    idle = {name: [time, 1.05 * time, 3 * time] for name, time in seconds.items()}
+
+    def measure(attempts: list[Any]) -> dict[str, Any]:
+        return probe.measure(1, lambda world_size: (1e11, attempts.pop(0)))
+
+    found = measure([busy, idle])
+    assert found == measure([idle]) and found["unsteady"] == []
+    assert "rounds differ (square, rows, columns" in capsys.readouterr().err
+    # One fast round is not believed, and says so.
+    assert measure([idle | {"copy": [0.001, 0.003]}, idle, busy])["unsteady"] == ["copy"]
+
+
+def test_a_row_gives_back_the_rates_that_were_measured() -> None:
+    half_rows, half_width, best, side = 70.0, 30.0, 2e11, probe.ON_HOST.side
+
+    def multiply(rows: int, columns: int) -> float:
+        rate = best * rows / (rows + half_rows) * columns / (columns + half_width)
+        return 2 * rows * columns * side / rate
+
+    seconds = {
+        "square": multiply(side, side), "rows": multiply(128, side), "columns": multiply(side, 128), "copy": 1e-3,
+        "elementwise": 1e-3, "attention": 1e-2, "launch": 1e-6, "step": 1e-4, "gather": 1e-3, "scatter": 3e-3,
+        "reduce": 2.5e-3,
+    }  # fmt: skip
+    row = probe.derive(1.5e11, seconds, probe.ON_HOST, 2)
+    assert row["half_rows"] == pytest.approx(half_rows) and row["half_width"] == pytest.approx(half_width)
+    assert row["peak_flops"] * row["product_share"] == pytest.approx(best)
+    device = Device("cpu", 1e10, network_bandwidth=1.0, hidden_share=0.0, **row)
+    link = Link(device, 2)
+    whole = probe.ON_HOST.gathered_bytes
+    for run, seconds_of in (("gather", link.gather), ("scatter", link.scatter), ("reduce", link.reduce)):
+        assert seconds_of(whole) == pytest.approx(seconds[run], rel=1e-3)
+
+
+def test_nothing_hides_where_one_processor_computes_and_sends() -> None:
+    row = dataclasses.replace(find_device("h100"), hidden_share=0.0)
+    for flags, part in (
+        ("--overlap-grad-reduce --use-distributed-optimizer --overlap-param-gather", "data parallel"),
+        ("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap", "tensor parallel"),
+        ("--context-parallel-size 2", "context parallel"),
+    ):
+        assert judge(flags, device=row).parts[part] > 1.01 * judge(flags).parts[part], part

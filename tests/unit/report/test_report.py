@@ -55,11 +55,13 @@ def test_a_run_with_all_its_files(tmp_path: Path) -> None:
     run = tmp_path / "run"
     rows = [build_row(i, **{f"expert_load layer {n}": n + 0.1 for n in (1, 2)}) for i in range(1, 41)]
     rows.append({"iteration": 40, "split": "validation", "eval": {"lm loss": 5.5}, "generated": "once upon"})
+    rows.append({"iteration": 40, "split": "validation", "eval": {"lm loss": 5.0}, "final": True})
     write_lines(run / "metrics" / "metrics.jsonl", rows)
     write_lines(run / "metrics" / "metrics.redone.jsonl", [build_row(i, **{"lm loss": 9.0}) for i in range(21, 31)])
     write_lines(run / "metrics" / "events.jsonl", [
         {"event": "start", "iteration": 0, "text": "", "settings": {"training": {"train_iters": 40}}},
-        {"event": "restart", "iteration": 20, "text": "again"}, {"event": "alert", "iteration": 33, "text": "spike"},
+        {"event": "error", "iteration": 30, "text": "the same"}, {"event": "restart", "iteration": 20, "text": "again"},
+        {"event": "alert", "iteration": 33, "text": "spike"},
         {"event": "ranks", "iteration": 40, "ranks": [{"rank": 3, "host": "h", "forward_ms": 7.5, "data_ms": 0.1}]},
     ])  # fmt: skip
     write_lines(run / "save" / "failures.jsonl", [{"attempt": 1, "iteration": 31, "sentence": "disk", "settings": "x"}])
@@ -80,7 +82,11 @@ def test_a_run_with_all_its_files(tmp_path: Path) -> None:
     lost, kept = loss["segments"]
     assert lost["redone"] and [x for x, _ in lost["points"]] == list(range(21, 31))
     assert not kept["redone"] and kept["points"][0] == (1.0, pytest.approx(10 / 1.02))
-    assert loss["evaluations"] == [{"name": "lm loss validation", "points": [(40, 5.5)]}]
+    assert loss["evaluations"] == [
+        {"name": "lm loss validation", "points": [(40, 5.5)]},
+        {"name": "lm loss validation-final", "points": [(40, 5.0)]},
+    ]
+    assert len(loss["smooth"]) == 40 and ["loss, validation", "5.5000"] in found["tiles"]
     (heat,) = data["heat"]
     assert heat["labels"] == ["layer 1", "layer 2"] and heat["cells"][1] == pytest.approx([2.1] * 40)
     assert ["iteration", "40 of 40"] in found["tiles"] and ["restarts", "1"] in found["tiles"]
@@ -155,16 +161,16 @@ def test_the_run_is_left_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, output = tmp_path / "run", tmp_path / "out.html"
-    write_lines(run / "metrics.jsonl", [build_row(i) for i in range(1, 9)])
+    write_lines(run / "metrics.jsonl", [build_row(i, **{"$expert_load layer 1": 1.0}) for i in range(1, 9)])
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.rglob("*")}
-    monkeypatch.setattr("sys.argv", ["report", str(run), "--output", str(output), "--png", str(tmp_path / "png")])
+    monkeypatch.setattr("sys.argv", ["report", str(run), "--output", str(output)])
     assert main() == 0
     assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.rglob("*")} == before
     assert output.read_text().startswith("<!doctype html>")
     assert f"page: {output}" in capsys.readouterr().out
-    pictures = sorted((tmp_path / "png").iterdir())
-    assert len(pictures) == 7 and all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
-    monkeypatch.setattr("sys.argv", ["report", str(run), "--output", str(tmp_path / "no" / "out.html")])
+    pictures = sorted((tmp_path / "out_png").iterdir())
+    assert len(pictures) == 8 and all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
+    monkeypatch.setattr("sys.argv", ["report", str(run), "--no-png", "--output", str(tmp_path / "no" / "out.html")])
     assert main() != 0 and "cannot be written" in capsys.readouterr().err
 
 
