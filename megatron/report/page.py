@@ -102,6 +102,10 @@ def _describe_run(record: RunRecord, verdict: Verdict) -> dict[str, Any]:
     # Of many checkpoints some are enough; what went wrong is rare, and its latest count.
     marks = [*saves[:: 1 + len(saves) // _MOST_MARKS], *others[-_MOST_MARKS:]]
     samples = record.metrics.samples[-_MOST_SAMPLES:] if record.metrics is not None else []
+
+    def order(part: str) -> tuple[bool, float]:
+        return part == "everything else", -verdict.shares[part]
+
     return {
         "name": record.name,
         "tiles": _list_tiles(record),
@@ -111,7 +115,7 @@ def _describe_run(record: RunRecord, verdict: Verdict) -> dict[str, Any]:
         "ranks": sorted(_list_ranks(record), key=lambda rank: -rank["forward_ms"])[:_MOST_RANKS],
         "verdict": {
             "sentence": verdict.sentence, "cause": verdict.cause, "source": verdict.source,
-            "shares": sorted(map(list, verdict.shares.items()), key=lambda item: (item[0] == "everything else", -item[1])),
+            "shares": [[part, verdict.shares[part]] for part in sorted(verdict.shares, key=order)],
             "findings": [
                 {"cause": f.cause, "share": f.share, "sentence": f.sentence, "flags": list(f.flags)}
                 for f in verdict.findings
