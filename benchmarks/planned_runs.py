@@ -3,6 +3,7 @@
 
     python -m benchmarks.planned_runs published
     python -m benchmarks.planned_runs recommended
+    python -m benchmarks.planned_runs scaling
 
 Published: Korthikanti et al., 2022 (arXiv 2205.05198, table 5; step times); Narayanan et al., 2021 (2104.04473,
 table 1; TFLOP/s that count recomputation, so three quarters of them are the model's); Llama 3 (2407.21783, table 4);
@@ -156,5 +157,22 @@ def show_recommended() -> list[str]:
     return lines
 
 
+def judge_scaled(gpus: int, batch: int) -> Layout:
+    """Llama 2 70B on so many H100, TP 4 and PP 4, the rest replicas."""
+    flags = f"{_COMMON} {read_sizes('TP 4 PP 4')} --global-batch-size {batch} --preset llama2-70b --seq-length 4096"
+    return Judge(gpus, find_device("h100")).judge(f"{flags} {_SHARDED} --sequence-parallel".split())
+
+
+def show_scaling() -> list[str]:
+    """A line for each size of a cluster: with a batch that grows with it, and with one that does not."""
+    lines = [f"{'GPUs':>5} {'batch':>6} {'MFU':>7} {'batch':>7} {'MFU':>7}"]
+    for gpus in (64, 256, 1024, 4096):
+        grown, fixed = judge_scaled(gpus, 2 * gpus), judge_scaled(gpus, 1024)
+        assert grown.mfu and fixed.mfu, (grown.why, fixed.why)
+        lines.append(f"{gpus:>5} {2 * gpus:>6} {grown.mfu:>7.1%} {1024:>7} {fixed.mfu:>7.1%}")
+    return lines
+
+
 if __name__ == "__main__":
-    print("\n".join({"published": show_published, "recommended": show_recommended}[sys.argv[1]]()))
+    shown = {"published": show_published, "recommended": show_recommended, "scaling": show_scaling}
+    print("\n".join(shown[sys.argv[1]]()))

@@ -83,6 +83,8 @@ def judge(run: RunRecord) -> Verdict:
         findings = [*_judge_utilisation(run), *findings]
     if findings:
         return Verdict(findings[0].sentence, findings, shares, source)
+    if not shares and run.metrics is not None and len(run.metrics.iterations):
+        return Verdict(f"Where a step's time goes was not recorded: profile a few with {HOW_TO_PROFILE}.")
     if not shares:
         return Verdict("Nothing has been measured yet.")
     if run.profiles or len(shares) > 2:

@@ -100,7 +100,7 @@ def test_small_products(tmp_path: Path) -> None:
     assert {"products", "elementwise", "host"} <= set(verdict.shares)
 
 
-READER = "import sys, pathlib; pathlib.Path(sys.argv[1]).open('a').write(sys.stdin.read() + chr(10)); sys.exit(3)"
+READER = "import sys, pathlib; pathlib.Path(sys.argv[1]).open('a').write(sys.stdin.read()); sys.exit(3)"
 
 
 @pytest.mark.flags("--alert-command", "--metrics-dir")

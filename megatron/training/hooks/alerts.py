@@ -123,7 +123,7 @@ class Courier:
 
     def _work(self) -> None:
         while (alert := self._waiting.get()) is not None:
-            content = json.dumps(alert).encode()
+            content = json.dumps(alert).encode() + b"\n"
             for name, deliver in (("--alert-command", self._run), ("--alert-webhook", self._post)):
                 try:
                     deliver(content)

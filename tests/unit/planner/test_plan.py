@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.planned_runs import RECOMMENDED, RUNS, judge_recommended
+from benchmarks.planned_runs import RECOMMENDED, RUNS, judge_recommended, judge_scaled
 from megatron.cli import plan, probe
 from megatron.cli.plan_search import Judge, Layout
 from megatron.planner.devices import DEVICES, Device, find_device
@@ -265,6 +265,14 @@ def test_the_layouts_of_guides_are_judged() -> None:
     assert [number for number, (_, gpus) in enumerate(found, 1) if gpus != RECOMMENDED[number - 1][1]] == [13]
     # 70B on 64 GPUs: less tensor parallelism wins.
     assert found[11][0].step_seconds < found[1][0].step_seconds  # type: ignore[operator]
+
+
+def test_scaling_is_near_linear_as_long_as_the_batch_grows() -> None:
+    start, grown, fixed = (judge_scaled(*sizes).mfu for sizes in ((64, 128), (1024, 2048), (1024, 128)))
+    assert start and grown and 0.97 * start < grown <= start
+    # A batch of 128 has only two rows for each replica there.
+    assert fixed and fixed < 0.7 * start
+    assert (judge_scaled(1024, 1024).mfu or 1.0) < 0.9 * (judge_scaled(64, 1024).mfu or 0.0)
 
 
 def test_rows_of_devices_can_be() -> None:

@@ -190,6 +190,12 @@ def test_without_a_profile(tmp_path: Path) -> None:
     assert verdict.cause == "collectives" and verdict.shares["gradients"] == pytest.approx(0.4)
 
 
+def test_nothing_is_claimed_of_what_was_not_recorded(tmp_path: Path) -> None:
+    assert judge(build_run(tmp_path)).sentence == "Nothing has been measured yet."
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"iteration": 1, "lm loss": 2.0, "mfu": 0.4}) + "\n")
+    assert "was not recorded: profile a few with --profile" in judge(build_run(tmp_path)).sentence
+
+
 def test_a_profile_that_is_none(tmp_path: Path) -> None:
     for content in ("", "[]", '{"traceEvents": []}', '{"traceEvents": [{"ph": "X", "ts": "a"}, 3]}'):
         (tmp_path / "rank-0.json").write_text(content)

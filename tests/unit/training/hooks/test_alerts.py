@@ -59,7 +59,7 @@ def test_delivery_to_a_command_and_an_address(tmp_path: Path, capfd: pytest.Capt
     server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     script, told = tmp_path / "take.py", tmp_path / "told; touch no"
-    script.write_text("import sys; open(sys.argv[1], 'a').write(sys.stdin.read() + chr(10)); print('noise')")
+    script.write_text("import sys; open(sys.argv[1], 'a').write(sys.stdin.read()); print('noise')")
     courier = Courier(f"{sys.executable} {script} '{told}'", f"http://127.0.0.1:{server.server_address[1]}/x")
     sent = [{"alert": "nan", "text": "$(touch x) `id` \n"}, {"alert": "slow", "text": "b"}]
     for alert in sent:
