@@ -12,6 +12,7 @@ of losses, of gradients, of spikes and of weights that replicas hold alike, and 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import os
 import socket
@@ -77,14 +78,16 @@ def compare_steps(rank: int, sizes: tuple[int, int], pairs: int, steps: int) -> 
     layers, hidden = sizes
     runs: list[tuple[str, Any, Any, Any]] = []
     # Two runs of a side: where in memory a run lies is worth more than guards cost.
-    for name in ("off", "on", "on", "off"):
+    for beginning, name in enumerate(("off", "on", "on", "off")):
         words = f"{MODEL} --num-layers {layers} --hidden-size {hidden} {GUARDS[name]}".split()
         config = read_run_config(words, {"WORLD_SIZE": "2"})
         replace_gpu_settings(config)
         groups = ProcessGroupCollection.build(build_rank_grid(config, 2), rank)
         groups.set_current()
-        watch = build_hang_watch(config, launch, rendezvous_store(), lambda: None)
-        run = setup(config, Process(launch, current_device(), groups, watch=watch), build_gpt_recipe(config))
+        # Each with a directory of its own for its watch.
+        place = dataclasses.replace(launch, beginning=beginning)
+        watch = build_hang_watch(config, place, rendezvous_store(), lambda: None)
+        run = setup(config, Process(place, current_device(), groups, watch=watch), build_gpt_recipe(config))
         run.hooks.on_train_start(run)
         runs.append((name, run, run.hooks.wrap_step(iterate), open_batches(run)))
 

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -110,16 +111,13 @@ class EmulatedNetwork:
         while not self._ended.is_set():
             wait = min(0.05, max(0.0, coming[0][0] - time.monotonic())) if coming else 0.05
             for device in select.select(list(devices), [], [], wait)[0]:
-                with contextlib.suppress(BlockingIOError):
-                    for _ in range(64):
-                        packet = os.read(device, 65536)
-                        host, target = devices[device], packet[19] - 1
-                        # Of IPv6 nothing is handed on.
-                        if packet[0] >> 4 != 4 or not 0 <= target < len(self._hosts):
-                            continue
-                        arrives_at = self._send(host, target, len(packet), free_at)
-                        if arrives_at is not None:
-                            heapq.heappush(coming, (arrives_at, next(numbers), target, packet))
+                for packet in _read_packets(device):
+                    host, target = devices[device], packet[19] - 1
+                    # Of IPv6 nothing is handed on.
+                    is_ours = packet[0] >> 4 == 4 and 0 <= target < len(self._hosts)
+                    arrives_at = self._send(host, target, len(packet), free_at) if is_ours else None
+                    if arrives_at is not None:
+                        heapq.heappush(coming, (arrives_at, next(numbers), target, packet))
             while coming and coming[0][0] <= time.monotonic():
                 _, _, target, packet = heapq.heappop(coming)
                 with contextlib.suppress(BlockingIOError):
@@ -138,6 +136,12 @@ class EmulatedNetwork:
                 return None
             free_at[host] = leaves_at
         return leaves_at + link.delay_seconds + random.random() * link.jitter_seconds
+
+
+def _read_packets(device: int) -> Iterator[bytes]:
+    with contextlib.suppress(BlockingIOError):
+        for _ in range(64):
+            yield os.read(device, 65536)
 
 
 def enter_namespace(path: str) -> None:

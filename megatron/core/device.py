@@ -180,8 +180,7 @@ def synchronize() -> None:
 def _cuda_in_use() -> bool:
     """Return whether this process computes on a GPU and has touched it; asking does not touch one."""
     # A process that did so before may be kept on the CPU now: its GPU knows nothing of how far the CPU is.
-    is_kept_away = os.environ.get("MEGATRON_DEVICE", "") == "cpu"
-    return not is_kept_away and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    return bool(torch.cuda.is_initialized()) and os.environ.get("MEGATRON_DEVICE", "") != "cpu"  # type: ignore[no-untyped-call]
 
 
 def device_name() -> str:
