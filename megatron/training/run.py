@@ -7,6 +7,7 @@ import dataclasses
 import enum
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -225,6 +226,11 @@ class Run:
     """The stop was asked for by Ctrl-C."""
     loss_names: tuple[str, ...] | None = field(default=None, init=False)
     """Names of the losses, once the last stage has told the others."""
+
+    @cached_property
+    def buffers(self) -> list[torch.Tensor]:
+        """All buffers of the model; going through its modules takes too long for every step."""
+        return [buffer for chunk in self.model for buffer in chunk.module.buffers()]
 
     @property
     def is_first_rank(self) -> bool:
