@@ -107,6 +107,8 @@ def test_ranks_that_do_not_exist_are_refused() -> None:
 
 
 @pytest.mark.flags(
+    "--adlr-autoresume",
+    "--adlr-autoresume-interval",
     "--enable-ft-package",
     "--calc-ft-timeouts",
     "--ft-num-warmup-iters",
@@ -116,6 +118,8 @@ def test_ranks_that_do_not_exist_are_refused() -> None:
 @pytest.mark.parametrize(
     "flag",
     [
+        "--adlr-autoresume",
+        "--adlr-autoresume-interval 3",
         "--enable-ft-package",
         "--calc-ft-timeouts",
         "--ft-num-warmup-iters 3",
