@@ -18,6 +18,7 @@ import torch
 from megatron.core.collectives import all_gather_object, all_reduce, barrier
 from megatron.core.device import current_device, synchronize
 from megatron.core.process_groups_config import Group, SingleRankGroup
+from megatron.core.upstream_arguments import take_arguments
 
 TimingOption = Literal["max", "minmax", "all"]
 FETCHING = "fetch batch"
@@ -107,6 +108,7 @@ class Timers:
     barrier_group: whose processes wait for each other at the start of those timers that ask for it.
     """
 
+    @take_arguments("log_level log_option=...")  # whoever writes them says how
     def __init__(self, log_level: int = 2, synchronizes: bool = False, barrier_group: Group | None = None) -> None:
         self.log_level = log_level
         self.synchronizes = synchronizes

@@ -39,6 +39,7 @@ from megatron.core.datasets.indexed_format import (
 )
 from megatron.core.datasets.object_storage import ObjectFile, is_object, local_copy
 from megatron.core.errors import DataError, StorageError
+from megatron.core.upstream_arguments import take_arguments
 
 __all__ = ["DType", "IndexedDataset", "IndexedDatasetBuilder", "get_bin_path", "get_idx_path"]
 
@@ -57,6 +58,11 @@ class IndexedDataset:
     Raises DataError for a pair of files that is missing, damaged or without sequences.
     """
 
+    @take_arguments(
+        "path_prefix multimodal mmap object_storage_config=None s3_config=None fast_cache_load=False "
+        "sequences_per_dataset=None dtype_code=None",
+        "the index says it, and objects are read through fsspec, with --object-storage-cache-path",
+    )
     def __init__(
         self, path_prefix: str, multimodal: bool = False, mmap: bool = True, index_directory: str | None = None
     ) -> None:

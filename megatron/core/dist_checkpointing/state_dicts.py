@@ -38,6 +38,7 @@ from megatron.core.dist_checkpointing.torch_dist import METADATA_NAME
 from megatron.core.dist_checkpointing.validation import shorten_list
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.upstream_arguments import take_arguments
 
 CONTENT, OBJECTS = "content_metadata", "objects"
 """Documents of what describes the content, and of single processes' objects."""
@@ -45,6 +46,10 @@ COMMON = "common"
 """Document of what is no tensor, and prefix of the keys of tensors that are not sharded."""
 
 
+@take_arguments(
+    "sharded_state_dict checkpoint_dir sharded_strategy validate_access_integrity async_sharded_save "
+    "preprocess_common_before_consistancy_check content_metadata async_strategy verify_integrity=..."
+)  # checksums are always written, and looked at by every load
 def save(
     sharded_state_dict: Mapping[str, Any],
     checkpoint_dir: str | Path,
@@ -87,6 +92,11 @@ def save(
     return None
 
 
+@take_arguments(
+    "sharded_state_dict checkpoint_dir sharded_strategy validate_access_integrity strict verify_integrity=... "
+    "process_group=None",
+    "all processes load",
+)
 def load(
     sharded_state_dict: Mapping[str, Any],
     checkpoint_dir: str | Path,

@@ -50,6 +50,7 @@ from megatron.core.process_groups_config import (
     group_ranks,
     torch_group,
 )
+from megatron.core.upstream_arguments import take_arguments
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -62,6 +63,10 @@ class TorchFullyShardedDataParallel(ModelChunk):
     and values; it is called for one unit after the other, just before the unit is divided.
     """
 
+    @take_arguments(
+        "config ddp_config module sub_modules_to_wrap=None disable_bucketing=... process_group=None",
+        "layers are wrapped, over the replicas of pg_collection",
+    )
     def __init__(
         self,
         config: ModelParallelConfig,

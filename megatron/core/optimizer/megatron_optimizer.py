@@ -35,6 +35,7 @@ from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.stacked_parameters import list_parameters
 from megatron.core.timers import Timers
+from megatron.core.upstream_arguments import take_arguments
 
 
 class UpdateResult(NamedTuple):
@@ -85,6 +86,12 @@ class MegatronOptimizer(UpstreamMethods):
     host to look. update_rule: one of your own for all parameters, in place of the config's.
     """
 
+    @take_arguments(
+        "optimizer=None config * chained_optimizers=None grad_scaler=None init_state_fn=None per_model_buffers=None "
+        "data_parallel_group=None data_parallel_group_gloo=None data_parallel_group_idx=None "
+        "distributed_optimizer_instance_id=None",
+        "get_megatron_optimizer(config, model_chunks) makes optimizers",
+    )
     def __init__(
         self,
         config: OptimizerConfig,
@@ -473,7 +480,10 @@ def get_megatron_optimizer(
     is_divided = any(chunk.ddp_config.use_distributed_optimizer for chunk in model_chunks)
     groups = pg_collection or ProcessGroupCollection.current()
     build = DistributedOptimizer if is_divided else MegatronOptimizer
-    return build(config, model_chunks, groups, update_rule, tuple((config_overrides or {}).items()))
+    overrides = tuple((config_overrides or {}).items())
+    return build(
+        config=config, model_chunks=model_chunks, groups=groups, update_rule=update_rule, overrides=overrides
+    )  # fmt: skip
 
 
 def check_agreement(config: OptimizerConfig, model_chunks: Sequence[ModelChunk]) -> None:

@@ -43,6 +43,7 @@ from megatron.core.transformer.initialisers import input_initialiser, output_ini
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.upstream_arguments import take_arguments
 
 
 @dataclass
@@ -67,6 +68,13 @@ class StateMixer(MegatronModule):
     unit: tuple[float, float] | None = None
     """See `attend`."""
 
+    @take_arguments(
+        "config submodules d_model=@hidden_size d_conv=None conv_init=None expand=None A_init_range=None "
+        "D_has_hdim=None rmsnorm=None norm_before_gate=None dt_min=None dt_max=None dt_init=None dt_scale=None "
+        "dt_init_floor=None bias=None conv_bias=None chunk_size=None layer_number pg_collection pp_layer_offset=0 "
+        "name=...",
+        "a mixer's form is that of the config's mamba_... fields, and layer_number counts in the whole model",
+    )
     def __init__(
         self,
         config: TransformerConfig,

@@ -26,7 +26,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.errors import ConfigError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.placement import Part, Split
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
@@ -48,6 +47,7 @@ from megatron.core.tensor_parallel.parameters import (
 )
 from megatron.core.tensor_parallel.products import choose_lookup, choose_product, multiply
 from megatron.core.tensor_parallel.upstream_arguments import UpstreamArguments, finish_layer, read_upstream_arguments
+from megatron.core.upstream_arguments import take_arguments
 
 LayerOutput = tuple[Tensor, Tensor | None]
 """(output, bias): the bias is None, or with skip_bias_add the one that the caller still has to add."""
@@ -274,6 +274,11 @@ class VocabParallelEmbedding(nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}, tp={self.tp_group.size()}"
 
 
+@take_arguments(
+    "input weight bias gradient_accumulation_fusion allreduce_dgrad sequence_parallel tp_group "
+    "grad_output_buffer=None wgrad_deferral_limit=... gtp_remat_size=1 output_dtype=None",
+    "a frozen weight has no gradient to keep outputs for, and a caller can cast the output",
+)
 def linear_with_frozen_weight(
     input: Tensor,  # noqa: A002
     weight: Tensor,
@@ -282,18 +287,14 @@ def linear_with_frozen_weight(
     allreduce_dgrad: bool,
     sequence_parallel: bool,
     tp_group: Group | None,
-    grad_output_buffer: Any = None,
-    wgrad_deferral_limit: Any = None,
     async_grad_allreduce: bool | None = None,
 ) -> Tensor:
     """input W^T + b, where the weight gets no gradient.
 
     allreduce_dgrad: the input's gradient is summed over the group, async_grad_allreduce is its former name.
-    sequence_parallel: the input is gathered along dimension 0 first. gradient_accumulation_fusion,
-    wgrad_deferral_limit: about a weight's gradient. Raises ConfigError for a grad_output_buffer.
+    sequence_parallel: the input is gathered along dimension 0 first. gradient_accumulation_fusion: about a weight's
+    gradient.
     """
-    if grad_output_buffer is not None:
-        raise ConfigError("a frozen weight has no gradient to keep outputs for; leave out grad_output_buffer")
     if sequence_parallel:
         input = gather_from_sequence_parallel_region(input, group=tp_group)  # noqa: A001
     elif allreduce_dgrad if async_grad_allreduce is None else async_grad_allreduce:
@@ -318,7 +319,12 @@ def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Any) -> Non
             setattr(tensor, name, value)
 
 
-def param_is_not_tensor_parallel_duplicate(param: Any, tp_group: Group | None = None) -> bool:
-    """Return whether this process's copy counts: a divided tensor's always, a whole one's on the first rank."""
+def param_is_not_tensor_parallel_duplicate(
+    param: Any, tp_group: Group | None = None, expert_tp_group: Group | None = None
+) -> bool:
+    """Return whether this process's copy counts: a divided tensor's always, a whole one's on the first rank.
+    expert_tp_group: in place of tp_group for experts, whose parameters have `allreduce` False."""
+    if not getattr(param, "allreduce", True):
+        tp_group = expert_tp_group if expert_tp_group is not None else ProcessGroupCollection.current().expt_tp
     group = tp_group if tp_group is not None else ProcessGroupCollection.current().tp
     return bool(getattr(param, "tensor_model_parallel", False)) or group.rank() == 0

@@ -25,6 +25,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.kept_activations import Divided, keep_as, set_aside
 from megatron.core.tensor_parallel.offloaded_activations import suspended
+from megatron.core.upstream_arguments import take_arguments
 
 Decision = TypeVar("Decision")
 
@@ -131,6 +132,11 @@ def get_cuda_rng_tracker(
     return _TRACKER
 
 
+@take_arguments(
+    "seed te_rng_tracker inference_rng_tracker use_cudagraphable_rng tp_rank ep_rank etp_rank gtp_remat_rank=0 "
+    "egtp_remat_rank=0 force_reset_rng gtp_remat_world_size=1 egtp_remat_world_size=1",
+    "weights are not gathered over a group of their own",
+)
 def model_parallel_cuda_manual_seed(
     seed: int,
     te_rng_tracker: bool = False,
@@ -228,6 +234,7 @@ class CheckpointWithoutOutput:
     Gradients of y must come before anything in backward reads x, and nobody may read x later in forward.
     """
 
+    @take_arguments("fp8 ckpt_manager=None retain_input_tensors=False", "each part is recomputed by itself")
     def __init__(self, fp8: object = None) -> None:
         if fp8:
             raise ConfigError("CheckpointWithoutOutput has no 8-bit numbers for parts of others; leave fp8 out")

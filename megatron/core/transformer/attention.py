@@ -59,6 +59,7 @@ from megatron.core.transformer.rotary import (
 )
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.upstream_arguments import take_arguments
 
 
 @dataclass
@@ -96,6 +97,7 @@ class Attention(MegatronModule):
 
     recomputable: ClassVar[Mapping[str, tuple[str, ...]]] = {"core_attn": ()}
 
+    @take_arguments("* pp_layer_offset=0 name=...", "layer_number counts in the whole model")
     def __init__(
         self,
         config: TransformerConfig,
@@ -241,6 +243,7 @@ def apply_gate(context: Tensor, gate: Tensor) -> Tensor:
 class SelfAttention(Attention):
     """Attention of a sequence to itself: queries, keys and values come from one packed projection."""
 
+    @take_arguments("* pp_layer_offset=0 name=...", "layer_number counts in the whole model")
     def __init__(
         self,
         config: TransformerConfig,
@@ -347,6 +350,7 @@ class SelfAttention(Attention):
 class CrossAttention(Attention):
     """Attention of a sequence to another one, of which it sees everything unless a mask hides it."""
 
+    @take_arguments("* name=...")
     def __init__(
         self,
         config: TransformerConfig,

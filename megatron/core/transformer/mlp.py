@@ -24,7 +24,7 @@ from megatron.core.activations import (
     gated_activation_reference,
 )
 from megatron.core.placement import Part, make_grouped_parts
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.kept_activations import Recomputed, keep_as
 from megatron.core.tensor_parallel.layers import LayerOutput
 from megatron.core.tensor_parallel.offloaded_activations import hold
@@ -33,6 +33,7 @@ from megatron.core.transformer.initialisers import input_initialiser, output_ini
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.upstream_arguments import take_arguments
 
 # Put here by a table of upstream's names; declared for type checkers.
 apply_swiglu_sharded_factory: Any
@@ -98,43 +99,54 @@ class MLP(MegatronModule):
 
     recomputable: ClassVar[Mapping[str, tuple[str, ...]]] = {"mlp_act": ("mlp",)}
 
+    @take_arguments("* name=...")
     def __init__(
         self,
         config: TransformerConfig,
         submodules: MLPSubmodules,
+        is_expert: bool = False,
+        input_size: int | None = None,
+        ffn_hidden_size: int | None = None,
+        tp_group: Group | None = None,
         pg_collection: ProcessGroupCollection | None = None,
-        width: int | None = None,
         interleave_size: int | None = None,
     ) -> None:
-        """width: inner width; the config's when None. interleave_size: channels of a gate's block, see Activation."""
+        """is_expert: one expert alone, of a program's own. input_size, ffn_hidden_size: outer and inner width; the
+        config's when None. tp_group: the ranks that share it; those of pg_collection when None. interleave_size:
+        channels of a gate's block, see Activation."""
         super().__init__(config)
-        groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
-        width = config.ffn_hidden_size if width is None else width
-        assert width is not None and config.hidden_size is not None
+        if tp_group is None:
+            groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
+            tp_group = groups.expt_tp if is_expert else groups.tp
+        outer = config.hidden_size if input_size is None else input_size
+        width = config.ffn_hidden_size if ffn_hidden_size is None else ffn_hidden_size
+        assert width is not None and outer is not None
+        # Only where it says something: layers of a user's own need not know it.
+        divided: dict[str, Any] = {"tp_group": tp_group} | ({"is_expert": True} if is_expert else {})
         self.activation = build_activation(config, interleave_size)
         self.activate = choose_activate(config)
         # One matrix (gate | up) is one product.
         gated = config.gated_linear_unit
         self.linear_fc1 = build_module(
             submodules.linear_fc1,
-            config.hidden_size,
+            outer,
             2 * width if gated else width,
             config=config,
             init_method=input_initialiser(config),
             bias=config.add_bias_linear or config.add_mlp_bias,
             skip_bias_add=True,  # added by the activation
-            parts=list_gate_and_up(width, interleave_size, groups.tp.size()) if gated else None,
-            tp_group=groups.tp,
+            parts=list_gate_and_up(width, interleave_size, tp_group.size()) if gated else None,
+            **divided,
         )
         self.linear_fc2 = build_module(
             submodules.linear_fc2,
             width,
-            config.hidden_size,
+            outer,
             config=config,
             init_method=output_initialiser(config),
             bias=config.add_bias_linear or config.add_mlp_bias,
             skip_bias_add=True,  # added with dropout and residual
-            tp_group=groups.tp,
+            **divided,
         )
 
     def compile_regions(self, compiled: Compile[Any]) -> None:

@@ -54,6 +54,7 @@ from megatron.core.transformer.rotary import (
 )
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.upstream_arguments import take_arguments
 
 # Put here by a table of upstream's names; declared for type checkers.
 apply_rotary_pos_emb: Any
@@ -83,6 +84,7 @@ class MLASelfAttention(Attention):
 
     recomputable: ClassVar[Mapping[str, tuple[str, ...]]] = {**Attention.recomputable, "mla_up_proj": ()}
 
+    @take_arguments("* attention_type='self' pp_layer_offset=0 name=...", "layer_number counts in the whole model")
     def __init__(
         self,
         config: TransformerConfig,

@@ -39,6 +39,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.state_mixing import StateMixing
 from megatron.core.transformer.transformer_block import TransformerBlock, choose_inputs, open_random_stream
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.upstream_arguments import take_arguments
 
 # Put here by a table of upstream's names; declared for type checkers.
 MTPLossAutoScaler: Any
@@ -120,6 +121,11 @@ class MultiTokenPredictionBlockSubmodules:
 class MultiTokenPredictionLayer(MegatronModule):
     """One depth: the embedding of a further token joins the hidden states, and a transformer layer follows."""
 
+    @take_arguments(
+        "config submodules layer_number vp_stage=... pg_collection mtp_layer_pattern=None hybrid_submodules=None "
+        "mamba_submodules=None name=...",
+        "layers follow from the config's plan",
+    )
     def __init__(
         self,
         config: TransformerConfig,
@@ -185,13 +191,23 @@ class MultiTokenPredictionLayer(MegatronModule):
 class MultiTokenPredictionBlock(MegatronModule):
     """All depths, one after the other: [s, b, h] -> a list of [s, b, h], one for each further token."""
 
+    @take_arguments(
+        "config spec vp_stage=... pg_collection mtp_layer_pattern=None mtp_num_depths=@mtp_num_layers "
+        "hybrid_submodules=None mamba_submodules=None name=...",
+        "layers follow from the config's plan",
+    )
     def __init__(
         self,
         config: TransformerConfig,
-        submodules: MultiTokenPredictionBlockSubmodules,
+        spec: ModuleSpec | MultiTokenPredictionBlockSubmodules | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        *,
+        submodules: MultiTokenPredictionBlockSubmodules | None = None,
     ) -> None:
+        """spec: get_gpt_mtp_block_spec()'s, or the submodules alone."""
         super().__init__(config)
+        submodules = submodules or (spec.submodules if isinstance(spec, ModuleSpec) else spec)
+        assert submodules is not None
         groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
         self.tp_group = groups.tp
         self.layers = nn.ModuleList(

@@ -51,15 +51,18 @@ class TransformerBlock(MegatronModule):
         self,
         config: TransformerConfig,
         spec: ModuleSpec | TransformerBlockSubmodules,
-        *,
         post_layer_norm: bool = True,
+        pre_process: bool = True,
         post_process: bool = True,
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
     ) -> None:
         """spec: of one layer, or of each of this stage's (ConfigError for another number of them).
+        pre_process: False takes hidden states from set_input_tensor() in place of those given to forward.
         post_process: the last stage, which holds the final norm, unless multi-token prediction comes between."""
         super().__init__(config)
+        self.pre_process, self.post_process = pre_process, post_process
+        self.input_tensor: Tensor | None = None
         groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
         content = find_content_of_stage(config, groups.pp, vp_stage)
         layers = read_plan(config).decoder[content.layers.start : content.layers.stop]
@@ -98,6 +101,10 @@ class TransformerBlock(MegatronModule):
         setattr(self, self.final_norm_name, norm)
         self.passes: Passes | None = None
 
+    def set_input_tensor(self, input_tensor: Tensor) -> None:
+        """Hand over what the stage before has sent, [s, b, h], for a block without pre_process."""
+        self.input_tensor = input_tensor
+
     def record_layers(self, recorder: Recorder) -> None:
         """From the end of the warm-up steps on, launch training's forward and backward by recordings; see
         cuda_graphs.py."""
@@ -121,7 +128,13 @@ class TransformerBlock(MegatronModule):
         return f"layers.{int(number) + self.first_layer}.{rest}"
 
     def forward(self, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
-        """[s, b, h] -> [s, b, h]; inputs: the fields of StageInputs, or by name what upstream's block takes."""
+        """[s, b, h], or a WrappedTensor of it -> [s, b, h]; inputs: the fields of StageInputs, or by name what
+        upstream's block takes."""
+        if not getattr(self, "pre_process", True):
+            assert self.input_tensor is not None, "this stage takes hidden states of another; call set_input_tensor()"
+            hidden_states = self.input_tensor
+        elif not isinstance(hidden_states, Tensor):
+            hidden_states = hidden_states.unwrap()
         if "rotary_pos_emb" in named:
             shared = read_stage_inputs(interleaved=self.config.rotates_neighbours, **named)
         else:

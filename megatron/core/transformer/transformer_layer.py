@@ -37,6 +37,7 @@ from megatron.core.transformer.residual_branch import ResidualBranch
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.weight_names import find_own_name, name_weights
+from megatron.core.upstream_arguments import take_arguments
 
 # Put here by a table of upstream's names; declared for type checkers.
 get_transformer_layer_offset: Any
@@ -55,6 +56,12 @@ class TransformerLayer(MegatronModule):
     self_attention: Any
     mlp: Any
 
+    @take_arguments(
+        "config submodules layer_number hidden_dropout=@hidden_dropout pg_collection vp_stage=... is_mtp_layer=... "
+        "add_layer_offset=False pp_layer_offset=0 name=...",
+        "the config says how much is dropped, and layer_number counts in the whole model: add "
+        "get_transformer_layer_offset(config) to a stage's own number",
+    )
     def __init__(
         self,
         config: TransformerConfig,
@@ -134,7 +141,7 @@ class TransformerLayer(MegatronModule):
         # A dense MLP is the same in every layer.
         number = {} if kind.name == "mlp" else {"layer_number": self.layer_number}
         if branch.options.ffn_hidden_size is not None:
-            number["width"] = branch.options.ffn_hidden_size
+            number["ffn_hidden_size"] = branch.options.ffn_hidden_size
         config = self.config.with_query_groups(branch.options.query_groups)
         module = build_module(spec, config=config, pg_collection=groups, **number)
         setattr(self, kind.attribute, module)

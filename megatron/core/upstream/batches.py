@@ -12,9 +12,14 @@ from megatron.core.collectives import broadcast_object
 from megatron.core.context_parallel.sharding import get_batch_on_this_cp_rank as _cut
 from megatron.core.num_microbatches_calculator import NumMicrobatchesCalculator, build_num_microbatches_calculator
 from megatron.core.packed_seq_params import PackedSeqParams, pack_batch
-from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.process_groups_config import Group, ProcessGroupCollection, group_ranks
+from megatron.core.upstream_arguments import take_arguments
 
 
+@take_arguments(
+    "batch is_hybrid_cp cp_group hybrid_cp_group_func=None use_per_sequence_balancing=False",
+    "--hybrid-context-parallel plans batches for their ranks",
+)
 def get_batch_on_this_cp_rank(
     batch: Mapping[str, Any], is_hybrid_cp: bool = False, cp_group: Group | None = None
 ) -> dict[str, Any]:
@@ -28,19 +33,24 @@ def get_batch_on_this_cp_rank(
     return _cut(batch, cp_group if cp_group is not None else ProcessGroupCollection.current().cp)
 
 
+@take_arguments(
+    "batch has_cu_seqlens=... is_hybrid_cp=... create_attention_mask_in_dataloader=... broadcast_src_rank "
+    "broadcast_group cp_size=... tp_rank=... micro_batch_size=... seq_length=... mtp_on_this_rank=... "
+    "pipeline_model_parallel_size=... is_pipeline_first_stage=... is_pipeline_last_stage=..."
+)  # they say what is in a batch, which comes as it is
 def get_batch_on_this_tp_rank(
     batch: Mapping[str, Any] | None, broadcast_src_rank: int | None = None, broadcast_group: Group | None = None
 ) -> dict[str, Any]:
     """The batch of the first tensor-parallel rank on all of them.
 
-    batch: needed there only. broadcast_src_rank: rank within the group, 0 when None. broadcast_group: the current
+    batch: needed there only. broadcast_src_rank: global rank, the group's first when None. broadcast_group: the current
     tensor-parallel group when None. Training here needs no such call: every rank reads its own samples.
     """
     group = broadcast_group if broadcast_group is not None else ProcessGroupCollection.current().tp
-    source = broadcast_src_rank or 0
     if group.size() == 1:
         assert batch is not None, "the only rank of a group needs the batch"
         return dict(batch)
+    source = 0 if broadcast_src_rank is None else group_ranks(group).index(broadcast_src_rank)
     return broadcast_object(dict(batch or {}) if group.rank() == source else None, group, source)
 
 

@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.durable import replace_file
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.process_groups_config import Group
+from megatron.core.upstream_arguments import take_arguments
 
 _CONFIG_FILE = "metadata.json"
 COMMON_STATE_FNAME = COMMON_NAME
@@ -87,6 +88,11 @@ class FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy):
     """Upstream's way to read each tensor once and pass it on. Here every process reads what it holds and no more, so
     that nothing is left to share: it loads as the strategy inside."""
 
+    @take_arguments(
+        "strategy parallelization_group do_cache_distribution exchange_algo per_rank_object_load=... "
+        "pg_cache_path=None pg_cache_create=False",
+        "nothing is shared out, and so nothing kept",
+    )
     def __init__(
         self,
         strategy: TorchDistLoadShardedStrategy,
@@ -119,6 +125,9 @@ class TorchDistSaveShardedStrategy:
     """The one way to save, as an object. backend, version: "torch_dist" and 1. Others: of upstream's signature; the
     writers' number is the processes', and their work is shared in any case. Attributes that a program sets stay."""
 
+    @take_arguments(
+        "backend version keep_only_main_replica thread_count cached_metadata separation_hint cpu_shm_mode=None"
+    )
     def __init__(
         self,
         backend: str = "torch_dist",
@@ -140,6 +149,11 @@ class TorchDistSaveShardedStrategy:
 class FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy):
     """Upstream's way to share the writing among replicas, which is so here with any strategy."""
 
+    @take_arguments(
+        "strategy parallelization_group do_cache_distribution backend='torch_dist' version=1 "
+        "validate_access_integrity=... pg_cache_path=None pg_cache_create=False",
+        "nothing is shared out, and so nothing kept",
+    )
     def __init__(
         self,
         strategy: TorchDistSaveShardedStrategy,

@@ -22,6 +22,7 @@ from megatron.core.inference.engine import Engine, EngineSettings
 from megatron.core.inference.request import Request
 from megatron.core.inference.sampling import Sampling
 from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.upstream_arguments import take_arguments
 
 
 @dataclass
@@ -114,12 +115,12 @@ class InferenceConfig:
     enable_prefix_caching: bool = True
 
 
-@dataclass
 class StaticInferenceContext:
     """Limits of a static engine."""
 
-    max_batch_size: int
-    max_sequence_length: int
+    @take_arguments("max_batch_size max_sequence_length use_flashinfer_fused_rope=False", "angles are torch's")
+    def __init__(self, max_batch_size: int, max_sequence_length: int) -> None:
+        self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
 
 
 class DynamicInferenceContext:
@@ -254,15 +255,17 @@ class DynamicInferenceEngine:
 class StaticInferenceEngine:
     """Continues a list of prompts."""
 
+    @take_arguments(
+        "text_generation_controller max_batch_size random_seed legacy=... buffer_size_gb=40.0",
+        "its cache has as many pages as max_batch_size texts fill",
+    )
     def __init__(
         self,
         text_generation_controller: TextGenerationController,
         max_batch_size: int | None = None,
         random_seed: int = 0,
-        legacy: bool = False,
     ) -> None:
-        """max_batch_size: at work together; the context's when None. legacy: of upstream's signature, one engine does
-        both."""
+        """max_batch_size: at work together; the context's when None."""
         self.controller, self.random_seed = text_generation_controller, random_seed
         limits = text_generation_controller.inference_wrapped_model.inference_context
         if not isinstance(limits, StaticInferenceContext):

@@ -146,7 +146,8 @@ def load_checkpoint(
     were saved by such a loop; 0 otherwise).
 
     ddp_model: wrapped or bare. optimizer, opt_param_scheduler: None to load weights alone. args.consumed_train_samples
-    then says which samples come next. load_arg: "load" only. strict: tensors that the model lacks are always refused.
+    then says which samples come next. load_arg: "load" only. strict: False also takes a checkpoint that lacks
+    tensors of the model, which then keep their values, and names them.
     checkpointing_context and groups of processes: of upstream's signature. A release counts as iteration 0. Raises
     CheckpointError, ConfigError for skip_load_to_model_and_opt.
     """
@@ -158,6 +159,9 @@ def load_checkpoint(
     _check_groups("load_checkpoint", groups)
     args = get_args()
     parts = _parts(args, ddp_model, optimizer, opt_param_scheduler)
+    if not strict:
+        lax = replace(parts.config.checkpoint, dist_ckpt_strictness="log_all")
+        parts.config = parts.config.with_groups(checkpoint=lax)
     save_and_load.load_checkpoint(parts)  # type: ignore[arg-type]
     args.iteration, args.consumed_train_samples = parts.progress.iteration, parts.progress.consumed_train_samples
     return parts.progress.iteration, parts.progress.floating_point_operations

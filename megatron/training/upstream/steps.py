@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from megatron.core.stacked_parameters import list_parameters
 from megatron.core.tensor_parallel.parameters import declare_vocabulary
 from megatron.core.upstream.batches import get_num_microbatches
 from megatron.core.upstream.modules import Float16Module, unwrap_model
+from megatron.core.upstream_arguments import take_arguments
 from megatron.training.arguments import make_run_config
 from megatron.training.config.container import RunConfig
 from megatron.training.current_run import CurrentRun
@@ -33,6 +35,7 @@ from megatron.training.global_vars import get_args
 from megatron.training.recipes.vocabulary import compute_vocab_size
 from megatron.training.setup import build_scheduler, tie_chunks
 from megatron.training.upstream.checkpoints import load_checkpoint
+from megatron.training.upstream.settings import is_last_rank
 
 
 def get_model(
@@ -128,6 +131,11 @@ def setup_model_and_optimizer(
     return model, optimizer, scheduler
 
 
+@take_arguments(
+    "forward_step_func data_iterator model optimizer opt_param_scheduler config forward_backward_func iteration=... "
+    "pg_collection=None p2p_communicator=None",
+    "groups are the current ones",
+)
 def train_step(
     forward_step_func: Callable[..., Any],
     data_iterator: Any,
@@ -136,7 +144,6 @@ def train_step(
     opt_param_scheduler: OptimizerParamScheduler,
     config: Any,
     forward_backward_func: Callable[..., list[Any]] | None = None,
-    iteration: int | None = None,
 ) -> tuple[dict[str, Tensor], int, bool, bool, int, Tensor | None, int | None, float | None]:
     """Forward, backward and update on one global batch of get_num_microbatches() microbatches.
 
@@ -181,19 +188,25 @@ def mean_losses(losses: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     return means
 
 
+@take_arguments(
+    "prefix forward_step_func data_iterator model iteration process_non_loss_data_func config=... verbose=... "
+    "write_to_tensorboard=... non_loss_data_func pg_collection=None p2p_communicator=None",
+    "groups are the current ones",
+)  # losses are printed in any case, and a loop of one's own makes its writer
 def evaluate_and_print_results(
     prefix: str,
     forward_step_func: Callable[..., Any],
     data_iterator: Any,
     model: Sequence[Any],
     iteration: int,
-    process_non_loss_data_func: None = None,
-    config: Any = None,
-    verbose: bool = False,
+    process_non_loss_data_func: Callable[[Any, int, Any], Any] | None = None,
+    non_loss_data_func: Callable[[Any], Any] | None = None,
 ) -> dict[str, float]:
     """Mean losses of args.eval_iters global batches, printed behind the prefix; returns them.
 
-    process_non_loss_data_func, config, verbose: of upstream's signature; pretrain() has the first.
+    process_non_loss_data_func: (data, iteration, None in place of a writer), called on the last rank. The data come
+    from non_loss_data_func(model chunks), or are what the loss function returns for each microbatch of one more global
+    batch when it is called with non_loss_data=True.
     """
     args = get_args()
     totals: dict[str, float] = {}
@@ -201,18 +214,23 @@ def evaluate_and_print_results(
     was_training = [chunk.training for chunk in model]
     for chunk in model:
         chunk.eval()
+    forward = functools.partial(
+        get_forward_backward_func(),
+        forward_step_func=forward_step_func,
+        data_iterator=data_iterator,
+        model=list(model),
+        num_microbatches=get_num_microbatches(),
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        forward_only=True,
+    )
     for _ in range(args.eval_iters):
-        losses = get_forward_backward_func()(
-            forward_step_func=forward_step_func,
-            data_iterator=data_iterator,
-            model=list(model),
-            num_microbatches=get_num_microbatches(),
-            seq_length=args.seq_length,
-            micro_batch_size=args.micro_batch_size,
-            forward_only=True,
-        )
-        for name, value in mean_losses(losses).items():
+        for name, value in mean_losses(forward()).items():
             totals[name] = totals.get(name, 0.0) + float(value) / args.eval_iters
+    if process_non_loss_data_func is not None:
+        data = forward(collect_non_loss_data=True) if non_loss_data_func is None else non_loss_data_func(model)
+        if is_last_rank():
+            process_non_loss_data_func(data, iteration, None)
     for chunk, mode in zip(model, was_training, strict=True):
         chunk.train(mode)
     texts = [f"{name} value: {value:.6E}" for name, value in totals.items()]
@@ -220,6 +238,11 @@ def evaluate_and_print_results(
     return totals
 
 
+@take_arguments(
+    "loss_dict total_loss_dict learning_rate iteration loss_scale report_memory_flag skipped_iter grad_norm "
+    "params_norm num_zeros_in_grad max_attention_logit=... pg_collection=... is_first_iteration=... "
+    "seqlen_squared_sum_in_batch=... total_real_tokens_in_batch=..."
+)  # its line has none of them
 def training_log(
     loss_dict: Mapping[str, Tensor],
     total_loss_dict: dict[str, Any],

@@ -200,7 +200,7 @@ def test_the_whole_embedded_sequence_is_freed() -> None:
         config = read_config(flags).model
         config.sequence_parallel = True
         group = pretend(tp=2).tp
-        embedding = LanguageModelEmbedding(config, 64, 16, add_position_embedding=True, tp_group=group)
+        embedding = LanguageModelEmbedding(config, 64, 16, tp_group=group)
         initialise_parameters(embedding, seed=1)
         embedding.word_embeddings.leave = lambda x, group: x.contiguous()  # the sum of one rank is enough here
         part = embedding(ids, positions)

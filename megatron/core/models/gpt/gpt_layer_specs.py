@@ -42,6 +42,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.core.transformer.weight_names import WeightNames
+from megatron.core.upstream_arguments import take_arguments
 
 STATE_MIXERS: dict[str, type[StateMixer]] = {
     "mamba": MambaMixer,
@@ -59,6 +60,7 @@ def get_mlp_module_spec() -> ModuleSpec:
     )
 
 
+@take_arguments("use_te=... num_experts=... moe_grouped_gemm=...")  # the config says it when the layer is built
 def get_moe_module_spec() -> ModuleSpec:
     """Return the spec of a mixture of experts; its shared expert is made of parallel linear layers."""
     shared = ModuleSpec(SharedExpertMLP, params={"gate": False}, submodules=get_mlp_module_spec().submodules)

@@ -146,7 +146,7 @@ class GPTModel(LanguageModule):
             self.config,
             self.vocab_size,
             self.max_sequence_length,
-            add_position_embedding=self.position_embedding_type == "learned_absolute",
+            position_embedding_type=self.position_embedding_type,
             tp_group=self.pg_collection.tp,
         )
         if holders > 1:

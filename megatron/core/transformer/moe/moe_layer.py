@@ -41,6 +41,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.moe.token_dispatcher import build_token_dispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.upstream_arguments import take_arguments
 
 
 @dataclass
@@ -59,6 +60,7 @@ class MoELayer(MegatronModule):
 
     recomputable: ClassVar[Mapping[str, tuple[str, ...]]] = {"shared_experts": ("moe",)}
 
+    @take_arguments("* is_mtp_layer=... name=...")
     def __init__(
         self,
         config: TransformerConfig,
@@ -70,7 +72,7 @@ class MoELayer(MegatronModule):
         groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
         self.tp_group = groups.tp
         self.divides_tokens = groups.tp.size() > 1 and not config.sequence_parallel
-        self.router = submodules.router(config, groups, layer_number)
+        self.router = submodules.router(config, groups, layer_number=layer_number)
         # Names as in upstream's models.
         self.fc1_latent_proj = self.fc2_latent_proj = None
         if config.moe_latent_size is not None:

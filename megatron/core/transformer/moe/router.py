@@ -39,6 +39,7 @@ from megatron.core.transformer.moe.routing import (
     weigh_experts,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.upstream_arguments import take_arguments
 
 # Put here by a table of upstream's names; declared for type checkers.
 MoEAuxLossAutoScaler: Any
@@ -77,6 +78,7 @@ class TopKRouter(MegatronModule):
     this process's tokens since `take_losses` was called.
     """
 
+    @take_arguments("config pg_collection is_mtp_layer=...")
     def __init__(
         self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, layer_number: int = 1
     ) -> None:

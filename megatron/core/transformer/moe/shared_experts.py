@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.parameters import declare_parameter, paramete
 from megatron.core.transformer.initialisers import few_outputs_initialiser
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.upstream_arguments import take_arguments
 
 
 class SharedExpertMLP(MLP):
@@ -24,26 +25,28 @@ class SharedExpertMLP(MLP):
 
     recomputable: ClassVar[Mapping[str, tuple[str, ...]]] = {"mlp_act": ("moe", "shared_experts")}
 
+    @take_arguments("* name=...")
     def __init__(
         self,
         config: TransformerConfig,
         submodules: MLPSubmodules,
-        pg_collection: ProcessGroupCollection,
         gate: bool | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         """gate: whether a gate scales the output; the config's when None or False."""
+        groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
         super().__init__(
             config,
             submodules,
-            pg_collection,
-            width=config.moe_shared_expert_intermediate_size,
+            pg_collection=groups,
+            ffn_hidden_size=config.moe_shared_expert_intermediate_size,
             interleave_size=config.moe_shared_expert_glu_interleave_size,
         )
         self.gate_weight = None
         if config.moe_shared_expert_gate or gate:
             assert config.hidden_size is not None
             # With sequence parallelism each rank gates its own tokens: its gradient of the gate is a partial sum.
-            splits_tokens = config.sequence_parallel and pg_collection.tp.size() > 1
+            splits_tokens = config.sequence_parallel and groups.tp.size() > 1
             self.gate_weight = declare_parameter(
                 (1, config.hidden_size),
                 init=few_outputs_initialiser(config),

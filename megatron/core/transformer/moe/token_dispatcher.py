@@ -45,6 +45,7 @@ from megatron.core.transformer.moe.permutation import (
 from megatron.core.transformer.moe.routing import Routing, compute_capacity
 from megatron.core.transformer.moe.row_exchange import RowExchange
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.upstream_arguments import take_arguments
 
 _QUANTIZATION_ROWS = 16
 """Of their multiples the matrices of FP8 products have rows."""
@@ -66,7 +67,10 @@ class Dispatched(NamedTuple):
 class TokenDispatcher(ABC):
     """Base of both dispatchers: permutes what this rank has by expert."""
 
-    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
+    # Which experts are here follows from the groups.
+    @take_arguments("num_local_experts=... local_expert_indices=... config pg_collection")
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
+        pg_collection = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
         assert config.num_moe_experts is not None
         self.group: Group = pg_collection.tp_ep
         self.exchange_gap = ExchangeGap()
@@ -290,7 +294,7 @@ class AllToAllDispatcher(TokenDispatcher):
 def build_token_dispatcher(config: TransformerConfig, pg_collection: ProcessGroupCollection) -> TokenDispatcher:
     """Build the dispatcher that config.moe_token_dispatcher_type names."""
     kinds = {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher}
-    return kinds[config.moe_token_dispatcher_type](config, pg_collection)
+    return kinds[config.moe_token_dispatcher_type](config=config, pg_collection=pg_collection)
 
 
 MoEAlltoAllTokenDispatcher = AllToAllDispatcher  # upstream's name

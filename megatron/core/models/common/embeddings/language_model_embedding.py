@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.process_groups_config import Group
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.tensor_parallel.parameters import declare_parameter, parameter_dtype
@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.random import model_parallel_stream
 from megatron.core.transformer.initialisers import embedding_initialiser
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.upstream_arguments import take_arguments
 
 
 class PositionEmbedding(MegatronModule):
@@ -39,18 +40,24 @@ class PositionEmbedding(MegatronModule):
 class LanguageModelEmbedding(MegatronModule):
     """Token vector plus, with learned positions, position vector; times embedding_multiplier; then dropout."""
 
+    @take_arguments(
+        "config vocab_size max_sequence_length position_embedding_type num_tokentypes=0 "
+        "scatter_to_sequence_parallel=True tp_group pg_collection=...",
+        "an embedding is of tokens, divided as the layers divide them",
+    )
     def __init__(
         self,
         config: TransformerConfig,
         vocab_size: int,
         max_sequence_length: int,
-        *,
-        add_position_embedding: bool,
-        tp_group: Group,
+        position_embedding_type: str = "learned_absolute",
+        tp_group: Group | None = None,
     ) -> None:
         super().__init__(config)
         assert config.hidden_size is not None
-        self.tp_group = tp_group
+        tp_group = tp_group if tp_group is not None else ProcessGroupCollection.current().tp
+        add_position_embedding = position_embedding_type == "learned_absolute"
+        self.tp_group, self.add_position_embedding = tp_group, add_position_embedding
         self.max_sequence_length, self.scale = max_sequence_length, config.embedding_scale
         # Without positions to add first, the sum over ranks and the split of the sequence are one reduce-scatter.
         scatter_at_once = config.sequence_parallel and not add_position_embedding

@@ -19,6 +19,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import Group
 from megatron.core.sequences.token_layout import TokenLayout
 from megatron.core.transformer.rotary import Rotation
+from megatron.core.upstream_arguments import take_arguments
 
 # Put here by a table of upstream's names; declared for type checkers.
 MultimodalRotaryEmbedding: Any
@@ -50,6 +51,11 @@ class Llama3Scaling:
 class RotaryEmbedding(nn.Module):
     """The angles of any stretch of positions; the table grows as longer sequences come."""
 
+    # Whoever asks for angles says which ranks share the sequence.
+    @take_arguments(
+        "kv_channels rotary_percent rotary_interleaved seq_len_interpolation_factor rotary_base rope_scaling "
+        "rope_scaling_factor use_cpu_initialization=... cp_group=..."
+    )
     def __init__(
         self,
         kv_channels: int,
@@ -60,13 +66,9 @@ class RotaryEmbedding(nn.Module):
         rope_scaling: bool = False,
         rope_scaling_factor: float = 8.0,
         rope_scaling_high_freq_factor: float = 4.0,
-        use_cpu_initialization: bool = False,
-        cp_group: Group | None = None,
     ) -> None:
         """kv_channels: width of a head; rotary_percent: share of it that is rotated. seq_len_interpolation_factor:
-        divides positions (Chen et al., 2023). rope_scaling...: whether frequencies are `Llama3Scaling`'s.
-        use_cpu_initialization, cp_group: of upstream's signature; angles are computed, and whoever asks for them says
-        which ranks share the sequence."""
+        divides positions (Chen et al., 2023). rope_scaling...: whether frequencies are `Llama3Scaling`'s."""
         super().__init__()
         channels = int(kv_channels * rotary_percent)
         self.rotary_interleaved = rotary_interleaved

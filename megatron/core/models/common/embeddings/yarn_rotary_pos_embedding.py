@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.config_fields.positions import compute_yarn_magnitude
+from megatron.core.upstream_arguments import take_arguments
 
 # Put here by a table of upstream's names; declared for type checkers.
 _yarn_get_concentration_factor_from_config: Any
@@ -26,6 +27,11 @@ _yarn_get_concentration_factor_from_config: Any
 class YarnRotaryEmbedding(RotaryEmbedding):
     """The angles of any stretch of positions, with scaled frequencies, and `mscale`, the factor on rotated channels."""
 
+    @take_arguments(
+        "kv_channels rotary_percent rotary_interleaved seq_len_interpolation_factor rotary_base "
+        "use_cpu_initialization=... scaling_factor original_max_position_embeddings beta_fast beta_slow mscale "
+        "mscale_all_dim correction_range_round_to_int cp_group=..."
+    )
     def __init__(
         self,
         kv_channels: int,
