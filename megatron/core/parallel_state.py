@@ -401,8 +401,11 @@ def get_context_parallel_global_ranks() -> list[int]:
     return group_ranks(_groups().cp)
 
 
-def get_hierarchical_context_parallel_groups() -> list[Any]:
-    """The processes that share each sequence, by levels of a hierarchical exchange: neighbours first."""
+def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[Any]:
+    """The processes that share each sequence, by levels of a hierarchical exchange: neighbours first.
+    check_initialized: raise RuntimeError where there are no groups yet; else return none."""
+    if not (check_initialized or ProcessGroupCollection.has_current()):
+        return []
     return [_show(group) for group in _groups().hcp]
 
 

@@ -18,7 +18,7 @@ import torch
 from megatron.core.collectives import all_gather_object, all_reduce, barrier
 from megatron.core.device import current_device, synchronize
 from megatron.core.process_groups_config import Group, SingleRankGroup
-from megatron.core.upstream_arguments import take_arguments
+from megatron.core.taken_arguments import take_arguments
 
 TimingOption = Literal["max", "minmax", "all"]
 FETCHING = "fetch batch"

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron.core.enums import ModelType
 from megatron.core.errors import ConfigError, MemoryShortageError, TemporaryError, say
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer
+from megatron.core.taken_arguments import take_arguments
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.transformer.execution.cuda_graphs import forget_recordings
 from megatron.training.checkpoint.foreign_files import save_foreign
@@ -44,9 +46,30 @@ training_log: Any
 update_train_iters: Any
 
 
+def _take_container(function: Callable[..., Run]) -> Callable[..., Run]:
+    """Let pretrain() also be called as upstream's newest release is: with a container of settings, which is a RunConfig
+    here, before the datasets, and a model provider, if any, behind the forward step."""
+    newest = take_arguments(
+        "run_config train_valid_test_dataset_provider model_type forward_step_func model_provider "
+        "process_non_loss_data_func get_embedding_ranks get_position_embedding_ranks non_loss_data_func store=None "
+        "inprocess_call_wrapper=None p2p_communicator=None pg_collection=None skip_model_parallel_init=False",
+        "a run joins its job and makes its groups itself",
+    )(lambda **given: function(**{"model_provider": None, **given}))
+
+    @functools.wraps(function)
+    def call(*args: Any, **given: Any) -> Run:
+        if "cfg_container" in given:
+            given["run_config"] = given.pop("cfg_container")
+            return newest(*args, **given)
+        return (newest if args and isinstance(args[0], RunConfig) else function)(*args, **given)
+
+    return call
+
+
+@_take_container
 def pretrain(
     train_valid_test_dataset_provider: Callable[[tuple[int, int | None, int]], Sequence[Any]],
-    model_provider: Callable[..., Any],
+    model_provider: Callable[..., Any] | None,
     model_type: ModelType,
     forward_step_func: Callable[..., Any],
     process_non_loss_data_func: Callable[..., Any] | None = None,
@@ -66,7 +89,8 @@ def pretrain(
 
     train_valid_test_dataset_provider: (training, validation, test) samples -> three datasets, or None for some; see
     docs/data.md.
-    model_provider: (pre_process, post_process) and, where it accepts them, vp_stage and pg_collection -> one chunk.
+    model_provider: (pre_process, post_process) and, where it accepts them, vp_stage and pg_collection -> one chunk; the
+    settings' own model when None.
     forward_step_func: (batches, model) -> (output, loss function).
     run_config: the settings; read from the command line when None, with the flags that `extra_args_provider` adds to
     the parser it is given, and `args_defaults` (setting -> value) for what the command line leaves out.

@@ -39,7 +39,7 @@ from megatron.core.datasets.indexed_format import (
 )
 from megatron.core.datasets.object_storage import ObjectFile, is_object, local_copy
 from megatron.core.errors import DataError, StorageError
-from megatron.core.upstream_arguments import take_arguments
+from megatron.core.taken_arguments import take_arguments
 
 __all__ = ["DType", "IndexedDataset", "IndexedDatasetBuilder", "get_bin_path", "get_idx_path"]
 

@@ -38,7 +38,7 @@ from megatron.core.dist_checkpointing.torch_dist import METADATA_NAME
 from megatron.core.dist_checkpointing.validation import shorten_list
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
-from megatron.core.upstream_arguments import take_arguments
+from megatron.core.taken_arguments import take_arguments
 
 CONTENT, OBJECTS = "content_metadata", "objects"
 """Documents of what describes the content, and of single processes' objects."""

@@ -50,7 +50,7 @@ from megatron.core.process_groups_config import (
     group_ranks,
     torch_group,
 )
-from megatron.core.upstream_arguments import take_arguments
+from megatron.core.taken_arguments import take_arguments
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

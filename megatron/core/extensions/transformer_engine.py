@@ -20,6 +20,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.models.common.embeddings.rope_utils import fused_apply_rotary_pos_emb
 from megatron.core.placement import Split
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.taken_arguments import take_arguments
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     LayerOutput,
@@ -29,7 +30,7 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.tensor_parallel.parameters import Initialiser, declare_parameter, fill_alone, parameter_dtype, zeros
 from megatron.core.tensor_parallel.products import multiply
 from megatron.core.tensor_parallel.random import checkpoint
-from megatron.core.tensor_parallel.upstream_arguments import read_upstream_arguments
+from megatron.core.tensor_parallel.upstream_arguments import find_layer_group
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -60,6 +61,11 @@ class _LinearKinds(type):
 class TELinear(nn.Module, metaclass=_LinearKinds):
     """A product that is whole on every rank, weight [output_size, input_size]; parameters know the `parallel_mode`."""
 
+    @take_arguments(
+        "* skip_weight_param_allocation=False tp_comm_buffer_name=... symmetric_ar_type=... name=... "
+        "gtp_remat_group=None gtp_replica_group=None",
+        "it has a weight of its own, whole on every rank",
+    )
     def __init__(
         self,
         input_size: int,
@@ -70,24 +76,17 @@ class TELinear(nn.Module, metaclass=_LinearKinds):
         init_method: Initialiser,
         bias: bool,
         skip_bias_add: bool,
-        skip_weight_param_allocation: bool = False,
-        tp_comm_buffer_name: str | None = None,
         is_expert: bool = False,
-        symmetric_ar_type: str | None = None,
         tp_group: Group | None = None,
-        name: str | None = None,
     ) -> None:
-        """skip_bias_add: hand the bias back. tp_comm_buffer_name, symmetric_ar_type, name: of upstream's signature.
-        Raises ConfigError for parallel_mode column and row, and for skip_weight_param_allocation."""
-        if skip_weight_param_allocation:
-            raise ConfigError("TELinear has a weight of its own; leave out skip_weight_param_allocation")
+        """skip_bias_add: hand the bias back. Raises ConfigError for parallel_mode column and row."""
         if parallel_mode in ("column", "row"):
             kind = "TEColumnParallelLinear" if parallel_mode == "column" else "TERowParallelLinear"
             raise ConfigError(f"TELinear is whole on every rank; found parallel_mode={parallel_mode!r}: take {kind}")
         super().__init__()
         self.input_size, self.output_size, self.parallel_mode = input_size, output_size, parallel_mode
         self.skip_bias_add, self.te_return_bias = skip_bias_add, skip_bias_add and bias
-        group = read_upstream_arguments(self, tp_group, {"is_expert": is_expert})
+        group = find_layer_group(self, tp_group, is_expert)
         inner = ReplicatedLinear(
             input_size, output_size, config=config, init_method=init_method, tp_group=group, bias=bias
         )
@@ -138,6 +137,7 @@ class TERowParallelLinear(RowParallelLinear):
 class TEGroupedLinear(nn.Module):
     """Products of `num_gemms` experts, with the parameters weight0 [output_size, input_size], bias0, weight1, ..."""
 
+    @take_arguments("* tp_comm_buffer_name=... name=...")
     def __init__(
         self,
         num_gemms: int,
@@ -150,16 +150,13 @@ class TEGroupedLinear(nn.Module):
         bias: bool = False,
         skip_bias_add: bool = False,
         is_expert: bool = True,
-        tp_comm_buffer_name: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
-        name: str | None = None,
     ) -> None:
-        """parallel_mode: "column" divides the outputs of each expert, "row" the inputs. tp_comm_buffer_name, name: of
-        upstream's signature."""
+        """parallel_mode: "column" divides the outputs of each expert, "row" the inputs."""
         super().__init__()
         self.num_gemms, self.input_size, self.output_size = num_gemms, input_size, output_size
         self.skip_bias_add, self.use_bias = skip_bias_add, bias
-        group = read_upstream_arguments(self, None, {"is_expert": is_expert, "pg_collection": pg_collection})
+        group = find_layer_group(self, None, is_expert, pg_collection)
         axis = "etp" if is_expert else "tp"
         dtype = parameter_dtype(config)
 
@@ -210,6 +207,7 @@ class TERowParallelGroupedLinear(TEGroupedLinear):
 class TEDotProductAttention(DotProductAttention):
     """Our core attention."""
 
+    @take_arguments("* v_channels=... num_splits=...")  # inputs have the first, and the second is a kernel's
     def __init__(
         self,
         config: TransformerConfig,
@@ -217,13 +215,10 @@ class TEDotProductAttention(DotProductAttention):
         attn_mask_type: AttnMaskType = AttnMaskType.causal,
         *positional: Any,
         k_channels: int | None = None,
-        v_channels: int | None = None,
-        num_splits: int | None = None,
         **options: Any,
     ) -> None:
         """positional, options: of DotProductAttention. k_channels: width of a key, of which the scale of scores follows
-        where neither softmax_scale nor the config says it. v_channels: a value's, which inputs have. num_splits: of a
-        kernel, no other result."""
+        where neither softmax_scale nor the config says it."""
         own = config.qk_head_dim + config.qk_pos_emb_head_dim if config.multi_latent_attention else config.kv_channels
         if k_channels not in (None, own) and len(positional) < 3 and options.get("softmax_scale") is None:
             options["softmax_scale"] = k_channels**-0.5

@@ -34,8 +34,8 @@ from megatron.core.optimizer.whole_matrices import locate_member
 from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.stacked_parameters import list_parameters
+from megatron.core.taken_arguments import take_arguments
 from megatron.core.timers import Timers
-from megatron.core.upstream_arguments import take_arguments
 
 
 class UpdateResult(NamedTuple):

@@ -32,6 +32,7 @@ from megatron.core.ssm.convolution import CausalConvolution
 from megatron.core.ssm.libraries import StateCall, StateLibrary, choose_states
 from megatron.core.ssm.linear_attention import attend, attend_step
 from megatron.core.ssm.pieces import Pieces
+from megatron.core.taken_arguments import take_arguments
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     LayerOutput,
@@ -43,7 +44,6 @@ from megatron.core.transformer.initialisers import input_initialiser, output_ini
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.upstream_arguments import take_arguments
 
 
 @dataclass

@@ -20,7 +20,7 @@ s: sequence, b: batch, h: hidden, tp: size of the TP group.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.placement import Part, Split
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.taken_arguments import take_arguments
 from megatron.core.tensor_parallel.communication_plans import choose_column_plan, choose_row_plan
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -46,8 +47,7 @@ from megatron.core.tensor_parallel.parameters import (
     zeros,
 )
 from megatron.core.tensor_parallel.products import choose_lookup, choose_product, multiply
-from megatron.core.tensor_parallel.upstream_arguments import UpstreamArguments, finish_layer, read_upstream_arguments
-from megatron.core.upstream_arguments import take_arguments
+from megatron.core.tensor_parallel.upstream_arguments import find_layer_group, finish_layer, take_layer_arguments
 
 LayerOutput = tuple[Tensor, Tensor | None]
 """(output, bias): the bias is None, or with skip_bias_add the one that the caller still has to add."""
@@ -67,10 +67,11 @@ class ColumnParallelLinear(nn.Module):
 
     gather_output: every rank gets all outputs. skip_bias_add: hand the bias back instead of adding it, for a caller
     that fuses it with what follows. skip_weight_param_allocation: the weight comes with each call (tied embeddings).
-    parts: sub-blocks of the outputs that are split one by one, such as (gate, up); the whole when None. upstream: see
-    upstream_arguments.py.
+    parts: sub-blocks of the outputs that are split one by one, such as (gate, up); the whole when None. is_expert,
+    pg_collection: see find_layer_group().
     """
 
+    @take_layer_arguments
     def __init__(
         self,
         input_size: int,
@@ -84,10 +85,11 @@ class ColumnParallelLinear(nn.Module):
         skip_weight_param_allocation: bool = False,
         parts: Sequence[Part] | None = None,
         tp_group: Group | None = None,
-        **upstream: Unpack[UpstreamArguments],
+        is_expert: bool = False,
+        pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__()
-        self.tp_group = read_upstream_arguments(self, tp_group, upstream)
+        self.tp_group = find_layer_group(self, tp_group, is_expert, pg_collection)
         self.input_size, self.output_size = input_size, output_size
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
         self.product = choose_product(config)
@@ -104,7 +106,7 @@ class ColumnParallelLinear(nn.Module):
         self.bias = None
         if bias:
             self.bias = declare_parameter((output_size,), init=zeros, dtype=dtype, splits=splits, parallel_dim=0)
-        finish_layer(self, config, tp_group, upstream)
+        finish_layer(self, config, tp_group is None or is_expert or pg_collection is not None)
 
     def forward(self, input_: Tensor, weight: Tensor | None = None) -> LayerOutput:
         """[s, b, input_size], with SP [s/tp, b, input_size] -> [s, b, output_size / tp], or all of output_size."""
@@ -167,6 +169,7 @@ class RowParallelLinear(nn.Module):
     input_is_parallel: the input is this rank's slice already; else it is cut here. skip_bias_add: as above.
     """
 
+    @take_layer_arguments
     def __init__(
         self,
         input_size: int,
@@ -178,10 +181,11 @@ class RowParallelLinear(nn.Module):
         input_is_parallel: bool = True,
         skip_bias_add: bool = False,
         tp_group: Group | None = None,
-        **upstream: Unpack[UpstreamArguments],
+        is_expert: bool = False,
+        pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__()
-        self.tp_group = read_upstream_arguments(self, tp_group, upstream)
+        self.tp_group = find_layer_group(self, tp_group, is_expert, pg_collection)
         self.input_size, self.output_size = input_size, output_size
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
         self.product = choose_product(config)
@@ -200,7 +204,7 @@ class RowParallelLinear(nn.Module):
         self.bias = (
             declare_parameter((output_size,), init=zeros, dtype=dtype, partial_grad_axes=partial) if bias else None
         )
-        finish_layer(self, config, tp_group, upstream)
+        finish_layer(self, config, tp_group is None or is_expert or pg_collection is not None)
 
     def forward(self, input_: Tensor) -> LayerOutput:
         """[s, b, input_size / tp] -> [s, b, output_size], with SP [s/tp, b, output_size]."""
@@ -237,8 +241,7 @@ class VocabParallelEmbedding(nn.Module):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__()
-        given: UpstreamArguments = {} if pg_collection is None else {"pg_collection": pg_collection}
-        self.tp_group = read_upstream_arguments(self, tp_group, given)
+        self.tp_group = find_layer_group(self, tp_group, groups=pg_collection)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.leave = (
             reduce_scatter_to_sequence_parallel_region
@@ -254,7 +257,7 @@ class VocabParallelEmbedding(nn.Module):
             splits=tensor_parallel_split(0, self.tp_group),
             parallel_dim=0,
         )
-        finish_layer(self, config, tp_group, given)
+        finish_layer(self, config, tp_group is None or pg_collection is not None)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Token numbers [s, b] -> [s, b, embedding_dim], with SP [s/tp, b, embedding_dim]."""

@@ -23,9 +23,9 @@ from megatron.core.device import get_device_rng_state, get_rng_state, set_device
 from megatron.core.device_graphs import is_recording
 from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.taken_arguments import take_arguments
 from megatron.core.tensor_parallel.kept_activations import Divided, keep_as, set_aside
 from megatron.core.tensor_parallel.offloaded_activations import suspended
-from megatron.core.upstream_arguments import take_arguments
 
 Decision = TypeVar("Decision")
 

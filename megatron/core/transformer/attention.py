@@ -40,6 +40,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.placement import Part, get_placement, make_grouped_parts, place
 from megatron.core.plan.read import read_plan
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.taken_arguments import take_arguments
 from megatron.core.tensor_parallel.layers import LayerOutput
 from megatron.core.tensor_parallel.offloaded_activations import offload
 from megatron.core.tensor_parallel.products import at_least_float32
@@ -59,7 +60,6 @@ from megatron.core.transformer.rotary import (
 )
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.upstream_arguments import take_arguments
 
 
 @dataclass

@@ -25,6 +25,7 @@ from megatron.core.activations import (
 )
 from megatron.core.placement import Part, make_grouped_parts
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.taken_arguments import take_arguments
 from megatron.core.tensor_parallel.kept_activations import Recomputed, keep_as
 from megatron.core.tensor_parallel.layers import LayerOutput
 from megatron.core.tensor_parallel.offloaded_activations import hold
@@ -33,7 +34,6 @@ from megatron.core.transformer.initialisers import input_initialiser, output_ini
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.upstream_arguments import take_arguments
 
 # Put here by a table of upstream's names; declared for type checkers.
 apply_swiglu_sharded_factory: Any

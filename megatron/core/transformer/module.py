@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.placement import get_placement
+from megatron.core.taken_arguments import take_arguments
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -33,14 +34,12 @@ class MegatronModule(nn.Module):
         # The same object in all modules: what is set on it later, such as a loss scale, is seen everywhere.
         self.config = config
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, ShardedTensor]:
+    @take_arguments("prefix sharded_offsets=() metadata=...", "each layer has a key of its own")
+    def sharded_state_dict(self, prefix: str = "") -> dict[str, ShardedTensor]:
         """The parameters as parts of those of the whole model, for dist_checkpointing.save() and load().
 
         By prefix + name in this module, so that what load() returns fits load_state_dict() of the same module; the key
-        of each ShardedTensor is prefix + name in the whole model, which does not depend on the layout. sharded_offsets,
-        metadata: part of upstream's signature; a parameter's Placement says all of it.
+        of each ShardedTensor is prefix + name in the whole model, which does not depend on the layout.
         """
         return {
             # Read at the time of the call: placements are completed after construction (names, rows that are tokens).

@@ -37,6 +37,7 @@ from megatron.core.enums import AttnMaskType
 from megatron.core.errors import ConfigError
 from megatron.core.inference_context import InferenceContext
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.taken_arguments import take_arguments
 from megatron.core.tensor_parallel.kept_activations import RecomputedTogether, keep_as
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -54,7 +55,6 @@ from megatron.core.transformer.rotary import (
 )
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.upstream_arguments import take_arguments
 
 # Put here by a table of upstream's names; declared for type checkers.
 apply_rotary_pos_emb: Any

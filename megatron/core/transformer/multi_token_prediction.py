@@ -25,6 +25,7 @@ from megatron.core.context_parallel.sharding import list_pieces_of_rank, shard_s
 from megatron.core.plan.read import read_plan
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.sequences.token_layout import TokenLayout
+from megatron.core.taken_arguments import take_arguments
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
@@ -39,7 +40,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.state_mixing import StateMixing
 from megatron.core.transformer.transformer_block import TransformerBlock, choose_inputs, open_random_stream
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.upstream_arguments import take_arguments
 
 # Put here by a table of upstream's names; declared for type checkers.
 MTPLossAutoScaler: Any

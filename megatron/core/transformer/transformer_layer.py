@@ -25,6 +25,7 @@ from megatron.core.plan.kinds import find_kind
 from megatron.core.plan.model_plan import Branch, LayerPlan
 from megatron.core.plan.read import read_plan
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.taken_arguments import take_arguments
 from megatron.core.transformer.compiled_regions import Compile
 from megatron.core.transformer.execution.branch_runner import Runner
 from megatron.core.transformer.execution.execution import Execution
@@ -37,7 +38,6 @@ from megatron.core.transformer.residual_branch import ResidualBranch
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.weight_names import find_own_name, name_weights
-from megatron.core.upstream_arguments import take_arguments
 
 # Put here by a table of upstream's names; declared for type checkers.
 get_transformer_layer_offset: Any

@@ -13,7 +13,7 @@ from megatron.core.context_parallel.sharding import get_batch_on_this_cp_rank as
 from megatron.core.num_microbatches_calculator import NumMicrobatchesCalculator, build_num_microbatches_calculator
 from megatron.core.packed_seq_params import PackedSeqParams, pack_batch
 from megatron.core.process_groups_config import Group, ProcessGroupCollection, group_ranks
-from megatron.core.upstream_arguments import take_arguments
+from megatron.core.taken_arguments import take_arguments
 
 
 @take_arguments(

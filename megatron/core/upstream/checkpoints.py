@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.durable import replace_file
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.process_groups_config import Group
-from megatron.core.upstream_arguments import take_arguments
+from megatron.core.taken_arguments import take_arguments
 
 _CONFIG_FILE = "metadata.json"
 COMMON_STATE_FNAME = COMMON_NAME

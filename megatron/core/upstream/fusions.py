@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core import activations
 from megatron.core.errors import ConfigError, UnsupportedError
 from megatron.core.tensor_parallel.parameters import fill_alone
 from megatron.core.transformer.norms import LayerNorm, RMSNorm, build_norm, normalise_length
@@ -33,6 +34,11 @@ def get_bias_dropout_add(training: bool, fused: bool) -> BiasDropoutAdd:
 def bias_dropout_add_fused_train(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
     """The same in training."""
     return get_bias_dropout_add(True, True)(x_with_bias, residual, prob)
+
+
+def quick_gelu(y: Tensor) -> Tensor:
+    """y * sigmoid(1.702 y)."""
+    return activations.quick_gelu(y)
 
 
 def bias_gelu(bias: Tensor, y: Tensor) -> Tensor:

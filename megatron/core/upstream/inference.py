@@ -21,8 +21,8 @@ from megatron.core.errors import ConfigError
 from megatron.core.inference.engine import Engine, EngineSettings
 from megatron.core.inference.request import Request
 from megatron.core.inference.sampling import Sampling
+from megatron.core.taken_arguments import take_arguments
 from megatron.core.tokenizers.base import Tokenizer
-from megatron.core.upstream_arguments import take_arguments
 
 
 @dataclass

@@ -15,6 +15,7 @@ from megatron.core.extensions.transformer_engine import (
     TERowParallelLinear,
 )
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.taken_arguments import take_arguments
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.config_fields.positions import compute_yarn_magnitude
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
@@ -71,6 +72,12 @@ class TESpecProvider(LocalSpecProvider):
 class Linear(TELinear):
     """A layer that is whole on every rank, with upstream's constructor for quantised models."""
 
+    @take_arguments(
+        "* gather_output=... stride=1 keep_master_weight_for_test=False skip_weight_param_allocation=False "
+        "embedding_activation_buffer=None grad_output_buffer=None tp_comm_buffer_name=... disable_grad_reduce=False "
+        "parallel_mode=None name=...",
+        "its outputs are whole on every rank, by a weight of its own",
+    )
     def __init__(
         self,
         input_size: int,
@@ -79,20 +86,10 @@ class Linear(TELinear):
         config: TransformerConfig,
         init_method: Any,
         bias: bool = True,
-        gather_output: bool = False,
         skip_bias_add: bool = False,
         is_expert: bool = False,
         tp_group: Any = None,
-        **others: Any,
     ) -> None:
-        """gather_output: outputs are whole already. others: of upstream's signature; raises ConfigError for any that is
-        not None, False or stride=1."""
-        asked = {name: value for name, value in others.items() if value not in (None, False) and name != "stride"}
-        known = "stride keep_master_weight_for_test skip_weight_param_allocation embedding_activation_buffer " \
-            "grad_output_buffer tp_comm_buffer_name disable_grad_reduce parallel_mode name"  # fmt: skip
-        unknown = sorted({*asked, *(set(others) - set(known.split()))} - {"name", "tp_comm_buffer_name"})
-        if unknown or others.get("stride", 1) != 1:
-            raise ConfigError(f"this Linear does not take {', '.join(unknown) or 'a stride'}; leave it out")
         super().__init__(
             input_size, output_size, parallel_mode=None, config=config, init_method=init_method, bias=bias,
             skip_bias_add=skip_bias_add, is_expert=is_expert, tp_group=tp_group,

@@ -35,7 +35,7 @@ distributed.fsdp.mcore_fsdp_adapter .distributed FullyShardedDataParallel
 extensions.transformer_engine_spec_provider @specs TESpecProvider
 fp8_utils @fusions correct_amax_history_if_needed get_fp8_context
 fusions.fused_bias_dropout @fusions bias_dropout_add_fused_train get_bias_dropout_add
-fusions.fused_bias_geglu .activations quick_gelu
+fusions.fused_bias_geglu @fusions quick_gelu
 fusions.fused_bias_gelu @fusions bias_gelu
 fusions.fused_bias_swiglu @fusions bias_swiglu
 fusions.fused_cross_entropy .tensor_parallel.cross_entropy fused_vocab_parallel_cross_entropy
@@ -153,12 +153,12 @@ transformer.attention .extensions.transformer_engine SplitAlongDim
 transformer.attention .models.common.embeddings.rope_utils apply_rotary_pos_emb
 transformer.attention @functions divide
 transformer.attention @process_tools is_fa_min_version
-transformer.transformer_block .enums LayerType
+transformer.transformer_block .enums Fp8Recipe LayerType
 transformer.transformer_block .extensions.transformer_engine TENorm te_checkpoint
 transformer.transformer_block .transformer.transformer_layer TransformerLayer
 transformer.transformer_block @process_tools WrappedTensor make_viewless_tensor
 transformer.transformer_block @fusions get_fp8_context
-transformer.transformer_block @sharded sharded_state_dict_default
+transformer.transformer_block @sharded replace_prefix_for_sharding sharded_state_dict_default
 """,
 )
 for _module, _names in _STAR_ONLY.items():

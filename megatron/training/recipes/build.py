@@ -29,7 +29,7 @@ def wrap_providers(
     config: RunConfig,
     tokenizer: Tokenizer | None,
     *,
-    build_model: Callable[..., nn.Module],
+    build_model: Callable[..., nn.Module] | None,
     build_datasets: Callable[[Any], Sequence[Any]],
     forward_step: Callable[..., Any],
     **further: Any,
@@ -39,10 +39,11 @@ def wrap_providers(
     Where the functions build a GPTModel, its operations are counted and described; about another model nothing is
     claimed. further: other fields of Recipe.
     """
+    if build_model is not None:
+        further["build_model"] = build_model
     # Starting from GPT's recipe keeps what a script does not hand over: tokenizer, sizes of the vocabulary, counting.
     return dataclasses.replace(
         build_recipe(config, tokenizer),
-        build_model=build_model,
         build_datasets=build_datasets,
         forward_step=forward_step,
         **further,

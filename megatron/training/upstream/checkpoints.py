@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 from argparse import Namespace
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +15,9 @@ from megatron.core.config_base import get_settings
 from megatron.core.dist_checkpointing.directory import TRACKER_NAME, iteration_directory, latest_iteration
 from megatron.core.dist_checkpointing.directory_lock import DirectoryLock
 from megatron.core.distributed.model_chunk import ModelChunk
-from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.errors import CheckpointError
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.taken_arguments import take_arguments
 from megatron.core.upstream.modules import unwrap_model
 from megatron.training.arguments import make_run_config
 from megatron.training.checkpoint import save_and_load
@@ -56,23 +56,20 @@ class _Parts:
     it."""
 
 
+@take_arguments(
+    "iteration model optimizer opt_param_scheduler num_floating_point_operations_so_far checkpointing_context=... "
+    "pipeline_rank=... expert_rank=... tensor_rank=... pipeline_parallel=... expert_parallel=... non_persistent_ckpt "
+    "train_data_iterator=... preprocess_common_state_dict_fn=None release=False tp_group=... pp_group=... "
+    "dp_cp_group=... dp_group=... expt_dp_group=... rng_state_key_prefix=''",
+    "iterations are saved, and settings as they are; load with --finetune what is to begin at 0",
+)  # the process groups and args.consumed_train_samples say all of the rest
 def save_checkpoint(
     iteration: int,
     model: list[Any],
     optimizer: Any,
     opt_param_scheduler: Any,
     num_floating_point_operations_so_far: float,
-    checkpointing_context: Any = None,
-    pipeline_rank: int | None = None,
-    expert_rank: int | None = None,
-    tensor_rank: int | None = None,
-    pipeline_parallel: bool | None = None,
-    expert_parallel: bool | None = None,
     non_persistent_ckpt: bool = False,
-    train_data_iterator: Any = None,
-    preprocess_common_state_dict_fn: None = None,
-    release: bool = False,
-    **groups: Any,
 ) -> Path | None:
     """Save to args.save as the given iteration; returns the directory.
 
@@ -85,16 +82,8 @@ def save_checkpoint(
     which samples come next; from the iteration and the global batch sizes where it is missing. args.save and the other
     settings count as they are now. non_persistent_ckpt: save where only the newest stays, as
     --non-persistent-save-interval does. num_floating_point_operations_so_far: load_checkpoint returns it.
-    checkpointing_context, the ranks, whether there are several, groups of processes and train_data_iterator: of
-    upstream's signature; the process groups and args.consumed_train_samples say all of it. Raises ConfigError without
-    args.save, for release and for preprocess_common_state_dict_fn; StorageError.
+    Raises ConfigError without args.save, StorageError.
     """
-    if release or preprocess_common_state_dict_fn is not None:
-        raise ConfigError(
-            "save_checkpoint() writes iterations, and settings as they are: leave out release and "
-            "preprocess_common_state_dict_fn; load with --finetune what is to begin at 0"
-        )
-    _check_groups("save_checkpoint", groups)
     args = get_args()
     parts = _parts(args, model, optimizer, opt_param_scheduler)
     parts.progress.iteration = iteration
@@ -115,15 +104,6 @@ def save_checkpoint(
     return saves.save(parts, non_persistent=non_persistent_ckpt)
 
 
-def _check_groups(function: str, groups: Mapping[str, Any]) -> None:
-    """Refuse arguments that upstream's function does not have either; the groups are the current ones in any case."""
-    known = {"tp_group", "pp_group", "dp_cp_group", "dp_group", "expt_dp_group", "rng_state_key_prefix"}
-    if unknown := sorted(set(groups) - known):
-        raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}")
-    if groups.get("rng_state_key_prefix"):
-        raise ConfigError(f"{function}() has no rng_state_key_prefix; leave it out")
-
-
 def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -> None:
     """Say what has become of a save under way, once it has come to its end. blocking: wait for it. terminate: that was
     the last one; give memory and process back."""
@@ -132,15 +112,18 @@ def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -
         saves.finish(blocking=blocking, terminate=terminate)
 
 
+@take_arguments(
+    "ddp_model optimizer opt_param_scheduler load_arg strict checkpointing_context=... "
+    "skip_load_to_model_and_opt=False tp_group=... pp_group=... dp_cp_group=... dp_group=... expt_dp_group=... "
+    "rng_state_key_prefix=''",
+    "parameters of FSDP are loaded like any other",
+)
 def load_checkpoint(
     ddp_model: list[Any],
     optimizer: Any,
     opt_param_scheduler: Any,
     load_arg: str = "load",
     strict: bool = True,
-    checkpointing_context: Any = None,
-    skip_load_to_model_and_opt: bool = False,
-    **groups: Any,
 ) -> tuple[int, int]:
     """Fill all three from what args.load holds; returns (iterations done, floating-point operations so far, as they
     were saved by such a loop; 0 otherwise).
@@ -148,15 +131,11 @@ def load_checkpoint(
     ddp_model: wrapped or bare. optimizer, opt_param_scheduler: None to load weights alone. args.consumed_train_samples
     then says which samples come next. load_arg: "load" only. strict: False also takes a checkpoint that lacks
     tensors of the model, which then keep their values, and names them.
-    checkpointing_context and groups of processes: of upstream's signature. A release counts as iteration 0. Raises
-    CheckpointError, ConfigError for skip_load_to_model_and_opt.
+    A release counts as iteration 0. Raises CheckpointError.
     """
     # Upstream also reads --pretrained-checkpoint through this door; here `load` falls back to it by itself.
     if load_arg != "load":
         raise CheckpointError(f"load_checkpoint() reads what --load names; found load_arg={load_arg!r}")
-    if skip_load_to_model_and_opt:
-        raise ConfigError("skip_load_to_model_and_opt has no meaning: parameters of FSDP are loaded like any other")
-    _check_groups("load_checkpoint", groups)
     args = get_args()
     parts = _parts(args, ddp_model, optimizer, opt_param_scheduler)
     if not strict:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron.core import parallel_state
 from megatron.core.device import get_rng_state, set_rng_state
+from megatron.core.taken_arguments import take_arguments
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.timers import Timers
 from megatron.core.tokenizers.base import Tokenizer
@@ -109,35 +110,20 @@ def _build_tokenizer(args: Namespace) -> Tokenizer:
     return tokenizer
 
 
+@take_arguments(
+    "allow_no_cuda=... skip_mpu_initialization get_embedding_ranks=None get_position_embedding_ranks=None store=None "
+    "skip_model_parallel_init seed_pp_group=None seed_dp_group=None seed_tp_group=None seed_ep_group=None "
+    "seed_etp_group=None skip_random_seed",
+    "groups and their ranks are those of get_args(), and a computer without a GPU is always allowed",
+)
 def initialize_megatron(
-    allow_no_cuda: bool = False,
-    skip_mpu_initialization: bool = False,
-    get_embedding_ranks: None = None,
-    get_position_embedding_ranks: None = None,
-    store: None = None,
-    skip_model_parallel_init: bool = False,
-    seed_pp_group: None = None,
-    seed_dp_group: None = None,
-    seed_tp_group: None = None,
-    seed_ep_group: None = None,
-    seed_etp_group: None = None,
-    skip_random_seed: bool = False,
+    skip_mpu_initialization: bool = False, skip_model_parallel_init: bool = False, skip_random_seed: bool = False
 ) -> Callable[[], None] | None:
     """Join the job, make the process groups and seed, as the arguments of get_args() say.
 
-    allow_no_cuda: a computer without a GPU is always allowed. skip_mpu_initialization, skip_model_parallel_init: do
-    nothing now, and return the function that does it. skip_random_seed: leave random numbers as they are. The others:
-    of upstream's signature, None. Raises ValueError where one of them is given.
+    skip_mpu_initialization, skip_model_parallel_init: do nothing now, and return the function that does it.
+    skip_random_seed: leave random numbers as they are.
     """
-    # None, as upstream's callers leave them, is fine; a value would be ignored, so it is refused.
-    others = {
-        "get_embedding_ranks": get_embedding_ranks, "get_position_embedding_ranks": get_position_embedding_ranks,
-        "store": store, "seed_pp_group": seed_pp_group, "seed_dp_group": seed_dp_group, "seed_tp_group": seed_tp_group,
-        "seed_ep_group": seed_ep_group, "seed_etp_group": seed_etp_group,
-    }  # fmt: skip
-    for name, value in others.items():
-        if value is not None:
-            raise ValueError(f"initialize_megatron() has no use for {name}; leave it out")
 
     def join() -> None:
         args = get_args()

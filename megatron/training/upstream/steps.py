@@ -24,10 +24,10 @@ from megatron.core.placement import get_placement
 from megatron.core.plan.stages import build_pipeline_layout, build_virtual_stages
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.stacked_parameters import list_parameters
+from megatron.core.taken_arguments import take_arguments
 from megatron.core.tensor_parallel.parameters import declare_vocabulary
 from megatron.core.upstream.batches import get_num_microbatches
 from megatron.core.upstream.modules import Float16Module, unwrap_model
-from megatron.core.upstream_arguments import take_arguments
 from megatron.training.arguments import make_run_config
 from megatron.training.config.container import RunConfig
 from megatron.training.current_run import CurrentRun

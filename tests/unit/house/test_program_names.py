@@ -10,14 +10,16 @@ from __future__ import annotations
 import ast
 import csv
 import importlib
+import inspect
 import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron.core.errors import UnsupportedError
+from megatron.core.errors import ConfigError, UnsupportedError
 from megatron.core.upstream.table import CORE_NAMES
 from megatron.training.upstream.table import TRAINING_NAMES
 from tests.support.source_code import ROOT
@@ -59,6 +61,66 @@ def test_names_of_each_program_resolve() -> None:
             counts.update(row["programs"].split(","))
     assert missing == MISSING
     assert {program: counts[program] for program, least in AT_LEAST.items() if counts[program] < least} == {}
+
+
+OTHER_PARAMETERS = {
+    "BlendedMegatronDatasetBuilder": "its own `cls` is no class method's",
+    "ChainedOptimizer": "made by get_megatron_optimizer, never by its constructor",
+    "DistributedOptimizer": "likewise",
+    "MegatronOptimizer": "likewise",
+    "L2Norm": "takes config, of which upstream's **kwargs are",
+    "MegatronTokenizerText": "an abstract class",
+    "MockGPTDataset": "the same six in the same order",
+    "get_megatron_muon_optimizer": "upstream's are *args and **kwargs",
+    "pretrain": "tells both of upstream's orders apart by the first",
+}
+"""Names whose own parameters are other than upstream's, and why."""
+
+
+def list_callables() -> dict[str, tuple[Any, list[str]]]:
+    """Full name -> what programs call there, and upstream's parameters, of those that do not refuse altogether."""
+    found = {}
+    for row in ROWS:
+        name = f"{row['module']}.{row['name']}"
+        if row["parameters"] and row["name"] not in OTHER_PARAMETERS and name not in MISSING:
+            called = find(row["module"], row["name"])
+            if callable(called) and "has nothing behind it here" not in (called.__doc__ or ""):
+                found[name] = called, row["parameters"].split(", ")
+    return found
+
+
+def test_all_of_upstreams_arguments_are_taken() -> None:
+    missing, callables = {}, list_callables()
+    for name, (called, upstreams) in callables.items():
+        ours = list(inspect.signature(called).parameters.values())
+        if isinstance(called, type) and ours[-1].kind is inspect.Parameter.VAR_KEYWORD:
+            bases = (base for base in called.__mro__[1:] if "__init__" in vars(base) and base is not object)
+            ours += [one for base in bases for one in inspect.signature(base.__init__).parameters.values()]
+        left_out = {one for one in upstreams if one[0] != "*" and one != "self"} - {one.name for one in ours}
+        missing |= {name: left_out} if left_out else {}
+    assert missing == {} and len(callables) > 150
+
+
+OTHER_VALUES = {bool: True, int: 3, str: "other", type(None): "other", float: 2.5, tuple: (1,)}
+
+
+def list_refusals() -> list[tuple[str, Any, str, Any]]:
+    """(name, callable, argument, value) of all that is taken with one value alone."""
+    found = []
+    for name, (called, _) in list_callables().items():
+        of = getattr(called.__init__ if isinstance(called, type) else called, "upstream_only", {})
+        found += [(name, called, one, accepted) for one, accepted in of.items() if accepted is not ...]
+    return found
+
+
+@pytest.mark.parametrize(("name", "called", "argument", "accepted"), list_refusals())
+def test_an_argument_without_anything_behind_it_is_refused_in_a_sentence(
+    name: str, called: Any, argument: str, accepted: Any
+) -> None:
+    config = SimpleNamespace(hidden_size=8, hidden_dropout=0.1, mtp_num_layers=1)
+    other = 9 if accepted in (True, "none") or str(accepted)[:1] == "@" else OTHER_VALUES[type(accepted)]
+    with pytest.raises(ConfigError, match=rf"\(\) has no {argument} .+: .+; leave it out"):
+        called(**{argument: other}, **({"config": config} if str(accepted)[:1] == "@" else {}))
 
 
 def test_stubs_are_current_and_import_what_is_there() -> None:

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from megatron.core.errors import UnsupportedError
-from megatron.core.tensor_parallel.upstream_arguments import UpstreamArguments
 from megatron.core.upstream.table import CORE_NAMES
 from megatron.training.upstream.table import TRAINING_NAMES
 
@@ -29,27 +28,6 @@ OTHER_PARAMETERS = {
     "pretrain": "upstream's signature before it took a container of configs; all are given by name",
 }
 """Names whose parameters differ from upstream's in more than being fewer, and why."""
-LEFT_OUT = {
-    "TELinear": "gtp_remat_group gtp_replica_group",
-    "Attention": "pp_layer_offset name",
-    "FullyParallelLoadStrategyWrapper": "per_rank_object_load pg_cache_path pg_cache_create",
-    "IndexedDataset": "object_storage_config s3_config fast_cache_load sequences_per_dataset dtype_code",
-    "SelfAttention": "pp_layer_offset name",
-    "YarnRotaryEmbedding": "use_cpu_initialization cp_group",
-    "evaluate_and_print_results": "write_to_tensorboard non_loss_data_func pg_collection p2p_communicator",
-    "get_batch_on_this_cp_rank": "hybrid_cp_group_func use_per_sequence_balancing",
-    "get_batch_on_this_tp_rank": "has_cu_seqlens is_hybrid_cp create_attention_mask_in_dataloader cp_size tp_rank "
-    "micro_batch_size seq_length mtp_on_this_rank pipeline_model_parallel_size is_pipeline_first_stage "
-    "is_pipeline_last_stage",
-    "load_checkpoint": "tp_group pp_group dp_cp_group dp_group expt_dp_group rng_state_key_prefix",
-    "TopKRouter": "is_mtp_layer",
-    "model_parallel_cuda_manual_seed": "gtp_remat_rank egtp_remat_rank gtp_remat_world_size egtp_remat_world_size",
-    "save_checkpoint": "tp_group pp_group dp_cp_group dp_group expt_dp_group rng_state_key_prefix",
-    "train_step": "pg_collection p2p_communicator",
-    "training_log": "max_attention_logit pg_collection is_first_iteration seqlen_squared_sum_in_batch "
-    "total_real_tokens_in_batch",
-}
-"""Parameters of upstream that we do not take: to give one is an error, never ignored."""
 DEFINED = CORE_NAMES.defined | TRAINING_NAMES.defined
 ABSENT = {**CORE_NAMES.absent, **TRAINING_NAMES.absent}
 PLACEHOLDERS = {
@@ -93,12 +71,10 @@ def test_a_name_resolves_or_says_what_to_use_instead(row: dict[str, str]) -> Non
         if given.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
     ]
     names = [given.name for given in ours]
-    if any("UpstreamArguments" in str(given.annotation) for given in inspect.signature(found).parameters.values()):
-        names += UpstreamArguments.__annotations__
     assert [given.name for given in ours if given.name not in upstreams and given.default is parameter.empty] == []
     positional = [given.name for given in ours if given.kind != parameter.KEYWORD_ONLY]
     assert [name for name in positional if name in upstreams] == [name for name in upstreams if name in positional]
-    assert sorted(set(upstreams) - set(names)) == sorted(LEFT_OUT.get(name, "").split())
+    assert set(upstreams) - set(names) == set()
 
 
 def test_a_function_with_its_modules_name_is_the_function_whatever_was_imported_before() -> None:

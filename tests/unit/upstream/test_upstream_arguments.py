@@ -18,10 +18,16 @@ from megatron.core.enums import AttnMaskType
 from megatron.core.errors import ConfigError, DataError
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.mesh import RankGrid
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokenizers.null import NullTokenizer
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import WrappedTensor
 from tests.support.pretend_groups import pretend
 
 CONFIG = TransformerConfig(num_layers=1, hidden_size=24, num_attention_heads=6, kv_channels=4, attention_dropout=0.0)
@@ -74,7 +80,7 @@ def test_layers_take_all_arguments_and_are_filled(layer: Any, options: dict[str,
 def test_layers_refuse_what_is_not_done(layer: Any, options: dict[str, Any], refused: dict[str, Any]) -> None:
     if layer in (te.TERowParallelLinear, tensor_parallel.RowParallelLinear) and not set(refused) & set(ROW):
         return
-    with pytest.raises(ConfigError, match=f"{layer.__name__}.{next(iter(refused))}=.*leave it out"):
+    with pytest.raises(ConfigError, match=rf"{layer.__name__}\(\) has no {next(iter(refused))} .*leave it out"):
         layer(24, 12, config=CONFIG, init_method=ones, **options | refused)
     with pytest.raises(TypeError, match="unexpected keyword argument 'strides'"):
         layer(24, 12, config=CONFIG, init_method=ones, strides=1)
@@ -165,3 +171,33 @@ def test_getters_of_groups_take_upstreams_keywords() -> None:
     of_experts = mpu.get_expert_data_parallel_world_size(partial_expert_data_parallel=True, **options)
     assert [*sizes, of_experts] == [2, 2, 2]
     assert mpu.get_data_parallel_rank(**options) == mpu.get_expert_data_parallel_rank(**options)
+
+
+def test_arguments_by_upstreams_places() -> None:
+    """By position in upstream's order, also where ours is another."""
+    parts = get_gpt_layer_local_spec().submodules
+    mlp = MLP(CONFIG, parts.mlp.submodules, False, 12, 20, None, name="mine")
+    assert mlp.linear_fc1.weight.shape == (20, 12) and mlp.linear_fc2.weight.shape == (12, 20)
+    expert = MLP(CONFIG, parts.mlp.submodules, is_expert=True, tp_group=ProcessGroupCollection.current().tp)
+    assert expert(torch.ones(2, 1, 24))[0].shape == (2, 1, 24)
+    layer = TransformerLayer(CONFIG, parts, 1, CONFIG.hidden_dropout, None, 0, is_mtp_layer=False, name="layer")
+    assert layer.layer_number == 1
+    for wrong in ({"hidden_dropout": 0.7}, {"pp_layer_offset": 2}, {"add_layer_offset": True}):
+        with pytest.raises(ConfigError, match=rf"TransformerLayer\(\) has no {next(iter(wrong))} .+; leave it out"):
+            TransformerLayer(CONFIG, parts, 1, **wrong)
+    with pytest.raises(TypeError, match="multiple values for argument 'hidden_dropout'"):
+        TransformerLayer(CONFIG, parts, 1, None, hidden_dropout=None)
+    with pytest.raises(ConfigError, match=r"get_megatron_optimizer\(config, model_chunks\) makes"):
+        ChainedOptimizer([object()])
+
+
+def test_a_block_takes_what_another_stage_has_sent() -> None:
+    block = TransformerBlock(CONFIG, get_gpt_layer_local_spec(), True, False, True).eval()
+    for param in block.parameters():
+        torch.nn.init.normal_(param, std=0.1)
+    whole = TransformerBlock(CONFIG, get_gpt_layer_local_spec()).eval()
+    whole.load_state_dict(block.state_dict())
+    sent = torch.randn(3, 1, 24)
+    block.set_input_tensor(sent)
+    expected = whole(sent)
+    assert torch.equal(block(None), expected) and torch.equal(whole(WrappedTensor(sent)), expected)

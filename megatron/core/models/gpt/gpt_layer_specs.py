@@ -19,6 +19,7 @@ from megatron.core.ssm.kimi_delta_attention import KimiDeltaAttention
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.ssm.parallel_mixers import ParallelMixers, ParallelMixersSubmodules
 from megatron.core.ssm.state_mixer import StateMixer, get_state_mixer_spec
+from megatron.core.taken_arguments import take_arguments
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
@@ -42,7 +43,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.core.transformer.weight_names import WeightNames
-from megatron.core.upstream_arguments import take_arguments
 
 STATE_MIXERS: dict[str, type[StateMixer]] = {
     "mamba": MambaMixer,

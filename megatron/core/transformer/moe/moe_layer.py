@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.taken_arguments import take_arguments
 from megatron.core.tensor_parallel.layers import LayerOutput, ReplicatedLinear
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
@@ -41,7 +42,6 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.moe.token_dispatcher import build_token_dispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.upstream_arguments import take_arguments
 
 
 @dataclass

@@ -16,6 +16,7 @@ from megatron.core.collectives import all_gather_into_tensor, all_reduce
 from megatron.core.context_parallel.sharding import to_rank_order, to_sequence_order
 from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.taken_arguments import take_arguments
 from megatron.core.tensor_parallel.parameters import Initialiser, declare_parameter, parameter_dtype, zeros
 from megatron.core.tensor_parallel.products import has_wide_product, multiply_wide
 from megatron.core.tensor_parallel.random import EXPERT_PARALLEL_STREAM, get_cuda_rng_tracker
@@ -39,7 +40,6 @@ from megatron.core.transformer.moe.routing import (
     weigh_experts,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.upstream_arguments import take_arguments
 
 # Put here by a table of upstream's names; declared for type checkers.
 MoEAuxLossAutoScaler: Any

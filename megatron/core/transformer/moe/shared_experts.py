@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.taken_arguments import take_arguments
 from megatron.core.tensor_parallel.parameters import declare_parameter, parameter_dtype
 from megatron.core.transformer.initialisers import few_outputs_initialiser
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.upstream_arguments import take_arguments
 
 
 class SharedExpertMLP(MLP):

@@ -28,6 +28,7 @@ from megatron.core.collectives import all_gather_into_tensor, all_to_all_single
 from megatron.core.device import current_device
 from megatron.core.exchange_gap import ExchangeGap
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.taken_arguments import take_arguments
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -45,7 +46,6 @@ from megatron.core.transformer.moe.permutation import (
 from megatron.core.transformer.moe.routing import Routing, compute_capacity
 from megatron.core.transformer.moe.row_exchange import RowExchange
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.upstream_arguments import take_arguments
 
 _QUANTIZATION_ROWS = 16
 """Of their multiples the matrices of FP8 products have rows."""

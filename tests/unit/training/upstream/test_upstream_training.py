@@ -70,7 +70,11 @@ def batches() -> Iterator[torch.Tensor]:
 def forward_step(iterator: Any, model: nn.Module) -> Any:
     text = next(iterator)
     losses = model(text[:, :-1], torch.arange(8).expand(2, 8), None, labels=text[:, 1:])
-    return losses, lambda output: (output.mean(), {"lm loss": output.mean()})
+
+    def loss(output: Any, non_loss_data: bool = False) -> Any:
+        return {"shape": output.shape} if non_loss_data else (output.mean(), {"lm loss": output.mean()})
+
+    return losses, loss
 
 
 def setup() -> Any:
@@ -130,7 +134,7 @@ def test_the_job_is_joined(args: Namespace, monkeypatch: pytest.MonkeyPatch) -> 
     later()
     assert ProcessGroupCollection.current().world.size() == 1 and args.rank == 0
     assert join() is None
-    with pytest.raises(ValueError, match="get_embedding_ranks"):
+    with pytest.raises(ConfigError, match="get_embedding_ranks"):
         join(get_embedding_ranks=len)
 
 
@@ -179,6 +183,34 @@ def test_a_loop_trains_logs_and_evaluates(args: Namespace, capsys: pytest.Captur
     found = evaluate("step 4", forward_step, batches(), model, iteration=4, process_non_loss_data_func=None)
     assert found["lm loss"] < losses[-1] and "validation loss at step 4" in capsys.readouterr().out
     assert all(chunk.training for chunk in model)
+    seen: list[Any] = []
+    options = {"verbose": True, "write_to_tensorboard": False, "config": None}
+    evaluate("5", forward_step, batches(), model, 5, lambda *given: seen.append(given), **options)
+    evaluate("6", forward_step, batches(), model, 6, lambda *given: seen.append(given), non_loss_data_func=len)
+    (outputs, *first), (count, *second) = seen
+    assert len(outputs) == 2 and set(outputs[0]) == {"shape"} and (first, count, second) == ([5, None], 1, [6, None])
+    with pytest.raises(ConfigError, match="has no pg_collection"):
+        evaluate("7", forward_step, batches(), model, 7, pg_collection=object())
+
+
+def test_settings_may_come_first(args: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.training import training
+
+    monkeypatch.setattr(training, "run_recipe", lambda config, recipe, hooks: (config, recipe))
+    container = use(".argument_utils", "pretrain_cfg_container_from_args")(args)
+    given = (list, ModelType.encoder_or_decoder, forward_step)
+    for found in (
+        training.pretrain(container, *given, store=None),
+        training.pretrain(cfg_container=container, train_valid_test_dataset_provider=list, model_type=given[1],
+                          forward_step_func=forward_step, model_provider=build_gpt, pg_collection=None),
+    ):  # fmt: skip
+        config, recipe = found  # type: ignore[misc]
+        assert config is container and recipe.forward_step is forward_step and recipe.build_datasets is list
+        named = getattr(recipe.build_model, "func", recipe.build_model).__name__
+        assert named == ("build_gpt_model" if recipe.build_model is not build_gpt else "build_gpt")
+    assert recipe.build_model is build_gpt
+    with pytest.raises(ConfigError, match=r"has no store .+ leave it out"):
+        training.pretrain(container, *given, store=object())
 
 
 def test_models_with_and_without_a_wrapper(args: Namespace) -> None:
@@ -330,6 +362,11 @@ def test_bare_models_are_saved_and_loaded_without_an_optimizer(args: Namespace, 
             param.zero_()
     assert load(other, None, None, strict=True, checkpointing_context={}) == (3, 0)
     assert torch.equal(other[0](tokens, tokens, None), expected)
+    head = other[0].module.value_head = nn.Linear(16, 1)
+    value = head.weight.detach().clone()
+    with pytest.raises(CheckpointError, match="value_head"):
+        load(other, None, None)
+    assert load(other, None, None, strict=False) == (3, 0) and torch.equal(head.weight, value)
     with pytest.raises(ConfigError, match="release"):
         save(3, model, None, None, 0, release=True)
 

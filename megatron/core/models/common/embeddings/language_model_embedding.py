@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
+from megatron.core.taken_arguments import take_arguments
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.tensor_parallel.parameters import declare_parameter, parameter_dtype
@@ -15,7 +16,6 @@ from megatron.core.tensor_parallel.random import model_parallel_stream
 from megatron.core.transformer.initialisers import embedding_initialiser
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.upstream_arguments import take_arguments
 
 
 class PositionEmbedding(MegatronModule):

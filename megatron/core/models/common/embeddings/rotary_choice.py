@@ -36,8 +36,10 @@ def build_rotary_embeddings(
     elif config.longrope_short_factors is not None:
         everywhere = LongRotaryEmbedding(shape, base, *config.get_longrope_options())
     else:
-        *scaling, high = llama3_scaling
-        everywhere = RotaryEmbedding(*shape, interpolation, base, *scaling, rope_scaling_high_freq_factor=high)
+        scales, factor, high = llama3_scaling
+        everywhere = RotaryEmbedding(
+            *shape, interpolation, base, scales, factor, rope_scaling_high_freq_factor=high
+        )  # fmt: skip
     if config.rotary_base_local is None:
         return everywhere, None
     # Plain angles: windows are short, so that no stretching for long sequences applies to them.

@@ -18,8 +18,8 @@ from megatron.core.errors import ConfigError
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import Group
 from megatron.core.sequences.token_layout import TokenLayout
+from megatron.core.taken_arguments import take_arguments
 from megatron.core.transformer.rotary import Rotation
-from megatron.core.upstream_arguments import take_arguments
 
 # Put here by a table of upstream's names; declared for type checkers.
 MultimodalRotaryEmbedding: Any

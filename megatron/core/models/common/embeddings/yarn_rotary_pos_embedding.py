@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.taken_arguments import take_arguments
 from megatron.core.transformer.config_fields.positions import compute_yarn_magnitude
-from megatron.core.upstream_arguments import take_arguments
 
 # Put here by a table of upstream's names; declared for type checkers.
 _yarn_get_concentration_factor_from_config: Any

@@ -25,7 +25,7 @@ def take_arguments(names: str, instead: str = "it has no effect here") -> Callab
     by_position, _, by_name = names.partition("*")
     order = [text.partition("=")[0] for text in by_position.split()]
     texts = dict(text.split("=", 1) for text in (by_position + by_name).split() if "=" in text)
-    accepted = {name: text if text[0] == "@" else ast.literal_eval(text) for name, text in texts.items()}
+    accepted = {name: text if text[:1] == "@" else ast.literal_eval(text) for name, text in texts.items()}
 
     def decorate(function: F) -> F:
         signature = inspect.signature(function)
@@ -43,7 +43,7 @@ def take_arguments(names: str, instead: str = "it has no effect here") -> Callab
                 args, given = args[:alike], given | named
             for name in accepted.keys() & given.keys():
                 value, wanted = given.pop(name), accepted[name]
-                if isinstance(wanted, str) and wanted[0] == "@":
+                if isinstance(wanted, str) and wanted[:1] == "@":
                     wanted = getattr(given.get("config") or args[first], wanted[1:])
                 if wanted is ... or value is None or (type(value) is type(wanted) and value == wanted):
                     continue
@@ -53,6 +53,7 @@ def take_arguments(names: str, instead: str = "it has no effect here") -> Callab
 
         added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in accepted]
         end = len(own) - any(one.kind is inspect.Parameter.VAR_KEYWORD for one in own)
+        call.upstream_only = accepted  # type: ignore[attr-defined]
         call.__signature__ = signature.replace(parameters=[*own[:end], *added, *own[end:]])  # type: ignore[attr-defined]
         return call  # type: ignore[return-value]
 
