@@ -17,8 +17,7 @@ PLACES = ("megatron", "tools", "examples", "benchmarks", "pretrain_gpt.py", "set
 LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 MANY_PARAMETERS: dict[str, str] = {
-    "megatron/core/extensions/transformer_engine.py:TELinear.__init__": "upstream's signature",
-    "megatron/core/extensions/transformer_engine.py:TEGroupedLinear.__init__": "upstream's signature",
+    "megatron/core/tensor_parallel/layers.py:ColumnParallelLinear.__init__": "upstream's signature",
     "megatron/core/models/common/embeddings/rope_utils.py:_apply_rotary_pos_emb_thd": ("upstream's signature"),
     "megatron/core/models/common/embeddings/yarn_rotary_pos_embedding.py:YarnRotaryEmbedding.__init__": (
         "upstream's signature"
@@ -28,12 +27,10 @@ MANY_PARAMETERS: dict[str, str] = {
     "megatron/core/models/gpt/gpt_model.py:GPTModel._postprocess": "upstream's signature",
     "megatron/core/models/gpt/gpt_model.py:GPTModel.forward": "upstream's signature",
     "megatron/core/parallel_state.py:initialize_model_parallel": "upstream's signature",
-    "megatron/training/upstream/settings.py:initialize_megatron": "upstream's signature",
     "megatron/core/models/hybrid/hybrid_block.py:HybridStack.__init__": "upstream's signature",
     "megatron/core/models/hybrid/hybrid_model.py:HybridModel.__init__": "upstream's signature",
     "megatron/core/optimizer_param_scheduler.py:OptimizerParamScheduler.__init__": "upstream's signature",
     "megatron/core/upstream/layers.py:topk_routing_with_score_function": "upstream's signature",
-    "megatron/training/upstream/checkpoints.py:save_checkpoint": "upstream's signature",
     "megatron/training/training.py:pretrain": "upstream's signature, and one keyword for each hook",
 }
 DEEP_NESTING: dict[str, str] = {}
