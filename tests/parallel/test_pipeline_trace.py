@@ -18,8 +18,9 @@ from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import EXPERTS, STYLES, own_rank, training
 
 
-def traced(layout: str, directory: str, style: str = "gpt2") -> list[str]:
-    flags = f"--pipeline-trace-dir={directory},--profile-step-start=1,--profile-step-end=3,--train-iters=4"
+def traced(layout: str, directory: str, style: str = "gpt2", first: int = 1) -> list[str]:
+    steps = f"--profile-step-start={first},--profile-step-end={first + 2}"
+    flags = f"--pipeline-trace-dir={directory},{steps},--train-iters=4"
     config, recipe = training((STYLES | EXPERTS)[style], f"{layout},{flags},--timing-log-level=2,--log-interval=100")
     with open_local_run(config, recipe, own_rank(config)) as run:
         train(run)
@@ -62,6 +63,9 @@ def test_one_process_has_no_bubble_but_its_gaps(tmp_path: Path) -> None:
     traced("1", str(tmp_path))
     step = read_trace(tmp_path)
     assert [event.action for event in step.timeline.events[:2]] == [Action("F", 0), Action("B", 0)]
+    # A later start that traces nothing, such as a restart beyond these steps, leaves what is there.
+    traced("1", str(tmp_path), first=10)
+    assert read_trace(tmp_path).iteration == step.iteration == 3
 
 
 def test_trace_of_backwards_beside_forwards(tmp_path: Path) -> None:
