@@ -13,6 +13,7 @@ from typing import Any
 from megatron.core.config_base import get_settings
 from megatron.core.errors import ConfigError
 from megatron.core.setting import explain_refusal
+from megatron.core.tensor_parallel.parameters import parameter_dtype
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.container import RunConfig
 from megatron.training.config.run_groups import group_classes, groups_of_fields
@@ -85,6 +86,8 @@ def as_namespace(config: RunConfig) -> Namespace:
 def _list_values(config: RunConfig) -> dict[str, Any]:
     # Groups may share a name (both the model and the optimizer know bf16); one of them declares it.
     values = {name: getattr(getattr(config, group), name) for name, group in groups_of_fields().items()}
+    # Where nobody gave it, it follows from bf16 and fp16, and from what a script makes of these later.
+    values["params_dtype"] = parameter_dtype(config.model)
     return values | {name: values[field] for name, field in _UPSTREAM_NAMES.items()}
 
 

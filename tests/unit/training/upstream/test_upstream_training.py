@@ -371,6 +371,17 @@ def test_bare_models_are_saved_and_loaded_without_an_optimizer(args: Namespace, 
         save(3, model, None, None, 0, release=True)
 
 
+def test_the_number_format_follows_from_what_a_script_sets() -> None:
+    args = parse_args(argv=list(ARGV), environ={})
+    validate, build = use(".arguments", "validate_args", "core_transformer_config_from_args")
+    assert args.params_dtype == torch.float32
+    args.bf16 = True
+    validate(args)
+    assert args.params_dtype == torch.bfloat16 and build(args).bf16
+    args.params_dtype, args.bf16 = torch.float32, False
+    assert validate(args).params_dtype == build(args).params_dtype == torch.float32
+
+
 def test_arguments_of_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     def add(parser: Any) -> None:
         group = parser.add_argument_group("mine")
