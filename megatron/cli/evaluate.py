@@ -163,6 +163,18 @@ def build_engine(trained: TrainedModel, arguments: argparse.Namespace) -> Engine
     return Engine(trained.model, settings, vocab_size=trained.vocab_size)
 
 
+def run_tasks(engine: Engine, tokenizer: Any, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Results of --tasks in the harness's form, which are printed, too."""
+    from megatron.core.inference.harness_tasks import HarnessTasks, list_scores
+
+    path, limit = arguments.include_path, arguments.limit
+    tasks = HarnessTasks(arguments.tasks, path, limit=limit, flag="--tasks", path_flag="--include-path")
+    found = tasks.run(engine, tokenizer, arguments.num_fewshot)
+    for name, value in list_scores(found["results"]).items():
+        print(f"{name}: {value:.4f}", flush=True)
+    return found
+
+
 def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
     """The results of a command line, as --output has them."""
     texts = {str(file): [*read_documents(file, arguments.json_key, arguments.limit)] for file in arguments.data}
@@ -177,8 +189,6 @@ def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
                 flush=True,
             )
         if arguments.tasks is not None:
-            from megatron.cli.harness_tasks import run_tasks
-
             found |= run_tasks(engine, trained.tokenizer, arguments)
     return found
 

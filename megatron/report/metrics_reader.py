@@ -47,6 +47,8 @@ class MetricsReader:
         self._columns: dict[str, array[float]] = {}
         self.evaluations: dict[str, list[tuple[int, float]]] = {}
         """Name of the set and of the loss -> (iteration, value)."""
+        self.tasks: dict[str, list[tuple[int, float]]] = {}
+        """Task and measure -> (iteration, value)."""
         self.samples: list[Sample] = []
         self.unreadable = 0
         """Lines that are no row."""
@@ -116,6 +118,10 @@ class MetricsReader:
             for name, value in losses.items():
                 if _is_number(value):
                     self.evaluations.setdefault(f"{name} {where}", []).append((iteration, float(value)))
+        tasks = row.get("tasks")
+        for name, value in tasks.items() if isinstance(tasks, dict) else ():
+            if _is_number(value) and (name in self.tasks or len(self.tasks) < _MOST_COLUMNS):
+                self.tasks.setdefault(str(name)[:80], []).append((iteration, float(value)))
         if isinstance(row.get("generated"), str):
             self.samples.append(Sample(iteration, row["generated"][:4000]))
 

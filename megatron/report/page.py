@@ -28,6 +28,7 @@ _LEAST_WINDOW = 5
 """Steps of which a smoothed value is the mean, at least."""
 _MOST_MARKS = 400
 _MOST_OTHERS = 24
+_MOST_TASK_TILES = 4
 _HEAT_COLUMNS = 200
 _HEAT_ROWS = 256
 _MOST_EVENTS = 6000
@@ -145,6 +146,7 @@ def _list_tiles(record: RunRecord) -> list[list[str]]:
         for name, points in reader.evaluations.items():
             if "validation" in name and "lm loss" in name and "final" not in name:
                 tiles.insert(2, [name.replace("lm loss", "loss,"), f"{points[-1][1]:.4f}"])
+        tiles += [[name, f"{points[-1][1]:.4f}"] for name, points in [*reader.tasks.items()][:_MOST_TASK_TILES]]
     events = [(label, sum(m.kind in kinds for m in record.marks)) for label, kinds in (
         ("checkpoints", ("save",)), ("restarts", ("restart",)), ("rollbacks", ("rollback",)),
         ("failures", ("fault", "error")), ("alerts", ("alert",)),
@@ -165,7 +167,9 @@ def _build_charts(records: Sequence[RunRecord]) -> list[dict[str, Any]]:
     fixed = {chart.column for chart in CHARTS}
     others = [name for name in names if name not in fixed and name not in _PLAIN and " layer " not in name]
     moving = [name for name in ("global_batch_size", "loss_scale") if any(_moves(r.metrics, name) for r in records)]
-    wanted = [*CHARTS, *(Chart(name, name.replace("_", " "), "") for name in [*moving, *others[:_MOST_OTHERS]])]
+    tasks = list(dict.fromkeys(name for r in records if r.metrics for name in r.metrics.tasks))[:_MOST_OTHERS]
+    more = [*tasks, *moving, *others[:_MOST_OTHERS]]
+    wanted = [*CHARTS, *(Chart(name, name.replace("_", " "), "") for name in more)]
     charts = []
     for number, chart in enumerate(wanted):
         curves = [curve for place, record in enumerate(records) for curve in _build_curves(chart, place, record)]
@@ -213,11 +217,12 @@ def _build_curves(chart: Chart, place: int, record: RunRecord) -> list[dict[str,
         if chart.is_smoothed and count >= 4 * window:
             smoothed = thin(x[~redone], smooth(y[~redone], window), _MOST_POINTS // 2)
     evaluations: list[dict[str, Any]] = []
-    if chart.column == "lm loss" and record.metrics is not None:
+    if record.metrics is not None:
+        of_loss = record.metrics.evaluations.items() if chart.column == "lm loss" else ()
+        evaluated = {name: points for name, points in of_loss if name.startswith("lm loss")}
+        evaluated |= {name: points for name, points in record.metrics.tasks.items() if name == chart.column}
         evaluations = [
-            {"name": name, "points": points[:: 1 + len(points) // 500]}
-            for name, points in record.metrics.evaluations.items()
-            if name.startswith("lm loss")
+            {"name": name, "points": points[:: 1 + len(points) // 500]} for name, points in evaluated.items()
         ]
     if not segments and not evaluations:
         return []

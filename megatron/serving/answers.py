@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from megatron.core.errors import ConfigError
 from megatron.core.inference.sampling import Sampling
+from megatron.core.inference.text_stream import TextStream
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.serving.bodies import BadRequest, ChatBody, CompletionBody
 from megatron.serving.metrics import ServerMetrics
 from megatron.serving.service import Event, Job, Service
-from megatron.serving.text_stream import TextStream
 
 FINISH = {"eod": "stop", "stop": "stop", "length": "length", "cancelled": "abort"}
 """Reason that a text ended, in the words of OpenAI's interface."""

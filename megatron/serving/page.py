@@ -19,11 +19,13 @@ main { max-width: 46rem; margin: 0 auto; padding: 1.5rem 1rem 3rem; }
 h1 { font-size: 1.25rem; margin: 0; }
 p { margin: .25rem 0 1rem; color: var(--soft); overflow-wrap: anywhere; }
 label { display: block; font-size: .875rem; color: var(--soft); }
-textarea, input, select { width: 100%; font: inherit; color: inherit; background: var(--field);
+textarea, input, select { width: 100%; min-height: 2.5rem; font: inherit; color: var(--ink); background: var(--field);
   border: 1px solid var(--line); border-radius: 6px; padding: .5rem .6rem; }
 textarea { min-height: 7rem; resize: vertical; }
 fieldset { border: 0; padding: 0; margin: 1rem 0; display: grid; gap: .75rem;
-  grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr)); }
+  grid-template-columns: repeat(auto-fit, minmax(8rem, 1fr)); }
+@media (max-width: 46rem) { fieldset label:last-child { grid-column: 1 / -1; } }
+#state { margin: .75rem 0; min-height: 1.5em; }
 button { font: inherit; padding: .5rem 1.1rem; border-radius: 6px; border: 1px solid var(--accent); cursor: pointer;
   background: var(--accent); color: var(--on-accent); }
 button.quiet { background: transparent; color: var(--accent); }

@@ -132,6 +132,8 @@ class Evaluation:
     """Of what the losses are means, in words: `2 batches of 8: samples 16 to 31 of 1000`."""
     generated: str = ""
     """--eval-sample-prompt and what the model made of it; with the last of several sets only."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """Of --eval-tasks, such as `arc_easy acc`; with the last of several sets only."""
 
     @property
     def name(self) -> str:

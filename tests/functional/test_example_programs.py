@@ -150,8 +150,18 @@ def test_lm_evaluation_harness_gives_what_it_gives_for_hugging_face(model: Path,
     for rank in ("0", "1"):  # as torchrun starts them
         job = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
         start("together", "megatron_lm", "--model_args", f"{ours},devices=2,tensor_model_parallel_size=2", **job)
+    result = tmp_path / "engine.json"
+    asked_of_us = ["--load", checkpoint, "--tasks", "local_choice", "--include-path", tasks, "--output", result]
+    programs.append(Program([ROOT / "megatron/__main__.py", "evaluate", *asked_of_us], environment(variables), ROOT))
     for done in finish(programs):
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    reported = [
+        json.loads(next((tmp_path / name).rglob("results_*.json")).read_text())["results"]["local_choice"]
+        for name in ("theirs", "alone", "together")
+    ]
+    engine = json.loads(result.read_text())["results"]["local_choice"]
+    for measure in ("acc,none", "acc_norm,none"):
+        assert [row[measure] for row in reported] == [engine[measure]] * 3
     found: dict[str, Any] = {
         name: [
             [response[0][0] for response in json.loads(line)["resps"]]

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 (written by tools/write_stubs.py)
-from megatron.core.upstream.inference import InferenceConfig as InferenceConfig
+from megatron.core.upstream.inference import InferenceConfig as InferenceConfig, KVCacheManagementMode as KVCacheManagementMode, MambaInferenceStateConfig as MambaInferenceStateConfig
 from typing import Any, NoReturn
-class KVCacheManagementMode:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-class MambaInferenceStateConfig:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 class PrefixCachingCoordinatorPolicy:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...

@@ -159,6 +159,13 @@ class Engine:
         for pool in self.state.pools:
             pool.forget_all()
 
+    def free_memory(self) -> None:
+        """Give back the memory of keys, values and states; what requests have written so far is read again when they
+        go on, with the weights as they are then."""
+        self.scheduler.preempt_all()
+        self.forget_contents()
+        self.state.free_memory()
+
     def run(self, requests: Iterable[Request]) -> list[Request]:
         """Add requests and make passes until all of the engine's are finished."""
         added = [self.add(request) for request in requests]

@@ -158,6 +158,10 @@ class SequenceState:
         sequence.length = 0
         sequence.recurrent = {}
 
+    def free_memory(self) -> None:
+        """Give back all memory, where no sequence holds anything; layers take it again when they next write."""
+        self._layers, self._batched, self._rows_before, self._rows_now = {}, {}, [], []
+
     def give_back_unseen(self, sequence: HeldSequence) -> None:
         """Give back the pages that no token behind the sequence's last one sees."""
         for pool, table, reach in zip(self.pools, sequence.tables, self.groups, strict=True):

@@ -58,6 +58,11 @@ class TokenLayout:
         """Beginnings of packed sequences, and the end of the last one."""
         return tuple(accumulate(self.new, initial=0))
 
+    @cached_property
+    def has_single_tokens(self) -> bool:
+        """True where every sequence has one token in this call."""
+        return max(self.new) == 1
+
     @property
     def length(self) -> int:
         """Tokens of all sequences in this call."""

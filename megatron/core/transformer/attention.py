@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -204,20 +204,23 @@ class Attention(MegatronModule):
         else:
             # Each sequence with its own keys: without padding or masks, and alike whatever stands beside it. Keys are
             # kept rotated: their positions do not change any more.
-            held = cache.update(self.layer_number, key, value)
-            queries = cache.layout.cut(query, [rows for rows, _ in held])
-            context = cache.layout.join(
-                [self._attend_to_held(q, k, v, inputs) for q, (_, (k, v)) in zip(queries, held, strict=True)]
-            )
+            context = self._attend_to_held(query, cache.update(self.layer_number, key, value), cache, inputs)
         return self.apply_gate(context, gate[0]) if gate else context
 
-    def _attend_to_held(self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs) -> Tensor:
-        """The core in generation: query [s, b, n, d], key [t, b, g, d], value [t, b, g, dv] -> [s, b, n * dv]."""
-        is_plain = query.shape[0] == 1 and inputs.attention_mask is None and not self.training
+    def _attend_to_held(
+        self, query: Tensor, held: Sequence[tuple[slice, tuple[Tensor, ...]]], cache: InferenceContext,
+        inputs: LayerInputs,
+    ) -> Tensor:  # fmt: skip
+        """The core in generation: query [s, b, n, d] or packed [t, 1, n, d], and what the cache holds for it, [t, b, g,
+        d] and [t, b, g, dv] -> [s, b, n * dv] or [t, 1, n * dv]."""
+        layout = cache.layout
+        is_plain = layout.has_single_tokens and inputs.attention_mask is None and not self.training
         if is_plain and getattr(self.core_attention, "attends_last_tokens", False):
-            context: Tensor = self.core_attention.attend_last_token(query, key, value)
-            return context
-        return self._attend(query, key, value, inputs)
+            pairs = [(key, value) for _, (key, value) in held]
+            last: Tensor = self.core_attention.attend_last_tokens(query.flatten(0, 1), pairs)
+            return last.unflatten(0, query.shape[:2])
+        queries = layout.cut(query, [rows for rows, _ in held])
+        return layout.join([self._attend(q, k, v, inputs) for q, (_, (k, v)) in zip(queries, held, strict=True)])
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, layer_inputs: LayerInputs) -> Tensor:
         """The core, of which selective recomputation keeps only the inputs: [s, b, n * dv]."""

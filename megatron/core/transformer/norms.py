@@ -126,6 +126,9 @@ class Norm(MegatronModule, ABC):
         return self.joins_stream and self._runs_kernel(x, *others)
 
     def _runs_kernel(self, *tensors: Tensor | None) -> bool:
+        # Asked several times of every token's layer: what sends the CPU away comes first.
+        if tensors[0] is not None and is_cpu(tensors[0]):
+            return False
         is_fit = self.is_fused and self.hidden_size <= _WIDEST
         return is_fit and launching.uses_kernels(*tensors, self.weight)
 
@@ -326,10 +329,14 @@ class _KernelNorm(torch.autograd.Function):
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension; x [..., h], weight [h]. Computes in float32, returns x's format."""
     # Elsewhere torch has a kernel of its own, which also computes statistics in float32.
-    if is_cpu(x) and is_wide(x) and not torch.is_inference_mode_enabled():  # where nothing is kept, torch's is shorter
-        result: Tensor = _FusedRMSNorm.apply(x, weight, eps)
-        return result
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    if not is_cpu(x) or not is_wide(x):
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    if torch.is_inference_mode_enabled():  # nothing is kept; of torch's own operations one is longer than these
+        factor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        factor.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        return torch.mul(x, factor).mul_(weight)
+    result: Tensor = _FusedRMSNorm.apply(x, weight, eps)
+    return result
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:

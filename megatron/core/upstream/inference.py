@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import enum
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,8 +20,10 @@ from torch import Tensor, nn
 
 from megatron.core.errors import ConfigError
 from megatron.core.inference.engine import Engine, EngineSettings
-from megatron.core.inference.request import Request
+from megatron.core.inference.model_runner import ModelRunner
+from megatron.core.inference.request import Request, TokenLogprobs
 from megatron.core.inference.sampling import Sampling
+from megatron.core.sequences.state import PAGE_TOKENS
 from megatron.core.taken_arguments import take_arguments
 from megatron.core.tokenizers.base import Tokenizer
 
@@ -43,6 +46,19 @@ class SamplingParams:
     """Token that ends a text; the tokenizer's when None, none when -1."""
     top_n_logprobs: int = 0
     stop_words: list[str] | None = None
+    return_segments: bool = False
+    """The text of each token, prompt included, as `segments`."""
+    return_prompt_top_n_logprobs: bool = False
+    """The prompt's likeliest tokens, too; they are there unless skip_prompt_log_probs leaves them out."""
+    add_BOS: bool = False
+    """The tokenizer's beginning token comes before a prompt that is text."""
+    detokenize_stop_sequence: bool = False
+    """The generated text keeps the stop word that ended it; the tokens keep it in any case."""
+    return_prompt_tokens: bool = False
+    """Without effect: the prompt's tokens are always there."""
+    streaming: bool = False
+    streaming_interval: int = 1
+    do_kv_handoff: bool = False
 
     def add_attributes(self, attributes: dict[str, Any]) -> None:
         """Set further attributes."""
@@ -62,6 +78,14 @@ class SamplingParams:
 
     def make_sampling(self, seed: int) -> Sampling:
         """The engine's settings. Raises ConfigError for values out of range."""
+        if self.streaming or self.do_kv_handoff:
+            name = "streaming" if self.streaming else "do_kv_handoff"
+            raise ConfigError(
+                f"SamplingParams.{name} is not done by this engine; leave it out: tokens as they come are given by "
+                "Request.on_tokens of megatron.core.inference.engine.Engine and by `python -m megatron serve`"
+            )
+        if self.return_prompt_top_n_logprobs and self.skip_prompt_log_probs:
+            raise ConfigError("return_prompt_top_n_logprobs and skip_prompt_log_probs are opposites; give one of them")
         greedy = self.top_k == 1 or self.temperature == 0
         if self.top_k > 0 and self.top_p > 0:
             raise ConfigError(f"SamplingParams has top_k {self.top_k} and top_p {self.top_p}; give one of them")
@@ -81,6 +105,8 @@ class InferenceRequest:
     prompt_log_probs: list[float] | None = None
     generated_log_probs: list[float] | None = None
     generated_top_n_logprobs: list[dict[str, float]] | None = None
+    prompt_top_n_logprobs: list[dict[str, float]] | None = None
+    segments: list[str] | None = None
 
     @property
     def generated_length(self) -> int:
@@ -103,19 +129,78 @@ class DynamicInferenceRequestRecord:
         return self.requests[-1]
 
 
+class EngineState(enum.Enum):
+    """What a DynamicInferenceEngine is doing."""
+
+    RUNNING = "running"
+    PAUSED = "paused"
+    RESUMED = "resumed"
+    SUSPENDED = "suspended"
+    STOPPED = "stopped"
+
+
+class KVCacheManagementMode(enum.Enum):
+    """Upstream's choices of what becomes of the cache while an engine is suspended."""
+
+    PERSIST = "persist"
+    OFFLOAD = "offload"
+    RECOMPUTE = "recompute"
+
+
+class MambaInferenceStateConfig:
+    """Shapes of recurrent states, which this engine takes from what layers write."""
+
+    @staticmethod
+    def from_model(model: Any) -> None:
+        """None: nothing is to be said about any model."""
+
+
 @dataclass
 class InferenceConfig:
-    """Limits of a dynamic context, those of upstream's fields that this engine has a use for."""
+    """Limits of a dynamic context. What says how upstream's kernels and memory work changes no text, and is taken
+    without effect; raises ConfigError for what would change something else."""
 
     max_sequence_length: int = 2560
     max_requests: int | None = None
     """At work together; 64 when None."""
     max_tokens: int | None = None
-    """Of a pass; any number when None."""
+    """Of a pass, so that long prompts are read in parts; any number when None."""
     enable_prefix_caching: bool = True
+    buffer_size_gb: float | None = None
+    """Memory of keys and values on the rank that needs the most; as much as max_requests texts need when None."""
+    logprobs_mode: str = "raw_logprobs"
+    logging_step_interval: int = 0
+    block_size_tokens: int = 256
+    enable_chunked_prefill: bool = True
+    kv_cache_management_mode: KVCacheManagementMode | str = KVCacheManagementMode.RECOMPUTE
+    mamba_inference_state_config: Any = None
+    mamba_memory_ratio: float | None = None
+    materialize_only_last_token_logits: bool = True
+    num_cuda_graphs: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.logprobs_mode != "raw_logprobs":
+            raise ConfigError(f"InferenceConfig.logprobs_mode {self.logprobs_mode!r}: there is 'raw_logprobs' only")
+        if self.logging_step_interval:
+            raise ConfigError(
+                f"InferenceConfig.logging_step_interval {self.logging_step_interval}: nothing is logged; leave it out "
+                "and read engine.engine.counters"
+            )
 
 
-class StaticInferenceContext:
+class BaseInferenceContext:
+    """What contexts have in common."""
+
+    def is_static_batching(self) -> bool:
+        """Return True for a context of a static engine."""
+        return isinstance(self, StaticInferenceContext)
+
+    def is_dynamic_batching(self) -> bool:
+        """Return True for a context of a dynamic engine."""
+        return not self.is_static_batching()
+
+
+class StaticInferenceContext(BaseInferenceContext):
     """Limits of a static engine."""
 
     @take_arguments("max_batch_size max_sequence_length use_flashinfer_fused_rope=False", "angles are torch's")
@@ -123,12 +208,13 @@ class StaticInferenceContext:
         self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
 
 
-class DynamicInferenceContext:
+class DynamicInferenceContext(BaseInferenceContext):
     """Limits of a dynamic engine, which makes its memory itself."""
 
     def __init__(self, model_config: Any, inference_config: InferenceConfig) -> None:
         """model_config: the model's, of which nothing more is needed."""
         self.config, self.inference_config = model_config, inference_config
+        self.max_sequence_length = inference_config.max_sequence_length
 
 
 @dataclass
@@ -151,20 +237,33 @@ class DynamicInferenceEngine:
     """Continues requests that may come at any time; `step_modern` makes one pass for all of them."""
 
     def __init__(self, controller: TextGenerationController, context: DynamicInferenceContext) -> None:
-        limits = context.inference_config
+        limits, model = context.inference_config, controller.inference_wrapped_model.model
+        capacity = None
+        if limits.buffer_size_gb is not None:
+            room = int(limits.buffer_size_gb * 2**30 / max(1, ModelRunner(model).measure_token_bytes()))
+            capacity = min(room, (limits.max_requests or 64) * (limits.max_sequence_length + PAGE_TOKENS))
         settings = EngineSettings(
-            limits.max_sequence_length, max_requests=limits.max_requests or 64, max_step_tokens=limits.max_tokens,
+            limits.max_sequence_length, capacity, limits.max_requests or 64, limits.max_tokens,
             reuses_prefixes=limits.enable_prefix_caching,
         )  # fmt: skip
-        self.controller = controller
+        self.controller, self.state = controller, EngineState.RUNNING
         self.tokenizer = controller.tokenizer
-        self.engine = Engine(controller.inference_wrapped_model.model, settings, vocab_size=self.tokenizer.vocab_size)
+        self.engine = Engine(model, settings, vocab_size=self.tokenizer.vocab_size)
         self._open: dict[Request, tuple[DynamicInferenceRequest, asyncio.Future[DynamicInferenceRequestRecord]]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def has_unfinished_requests(self) -> bool:
         """Return True where a request is not finished."""
         return self.engine.has_work
+
+    def suspend(self) -> None:
+        """Give back the memory of keys and values, for a phase of training."""
+        self.engine.free_memory()
+        self.state = EngineState.SUSPENDED
+
+    def resume(self) -> None:
+        """Go on, with the weights as they are now: what unfinished requests have written is read again."""
+        self.state = EngineState.RESUMED
 
     def add_request(
         self,
@@ -177,6 +276,10 @@ class DynamicInferenceEngine:
         params = sampling_params or SamplingParams()
         text = prompt if isinstance(prompt, str) else None
         ids = self.tokenizer.tokenize(prompt) if isinstance(prompt, str) else torch.as_tensor(prompt).tolist()
+        if params.add_BOS and text is not None:
+            if self.tokenizer.bos is None:
+                raise ConfigError("SamplingParams.add_BOS: the tokenizer has no beginning token; leave it out")
+            ids = [self.tokenizer.bos, *ids]
         request = self.engine.add(self._make_request(request_id, ids, params))
         try:
             loop = asyncio.get_running_loop()
@@ -210,6 +313,8 @@ class DynamicInferenceEngine:
 
     def step_modern(self) -> dict[str, Any]:
         """Make one pass: {"active_request_ids", "finished_request_records", "step_time" in seconds}."""
+        if self.state is EngineState.SUSPENDED:
+            raise ConfigError("the engine is suspended; call resume() before step_modern()")
         start = time.perf_counter()
         records = [self._finish(request) for request in self.engine.step()]
         active = [asked.request_id for asked, _ in self._open.values()]
@@ -228,19 +333,27 @@ class DynamicInferenceEngine:
     def _finish(self, request: Request) -> DynamicInferenceRequestRecord:
         asked, future = self._open.pop(request)
         asked.generated_tokens = request.new_tokens
-        asked.generated_text = self.tokenizer.detokenize(request.new_tokens)
+        params, written = asked.sampling_params, request.new_tokens
+        if request.ended_by == "stop" and not params.detokenize_stop_sequence:
+            stops = (self.tokenizer.tokenize(word) for word in params.stop_words or ())
+            written = written[: -max(len(stop) for stop in stops if stop and written[-len(stop) :] == stop)]
+        asked.generated_text = self.tokenizer.detokenize(written)
+        if params.return_segments:
+            asked.segments = [self.tokenizer.detokenize([token]) for token in request.text]
         if request.logprobs is not None:
             asked.generated_log_probs = [each.logprob for each in request.token_logprobs]
-            asked.generated_top_n_logprobs = [
-                {self.tokenizer.detokenize([token]): value for token, value in each.top}
-                for each in request.token_logprobs
-            ]
+            asked.generated_top_n_logprobs = self._name(request.token_logprobs)
         if request.prompt_logprobs is not None:
             asked.prompt_log_probs = [each.logprob for each in request.read_logprobs]
+            asked.prompt_top_n_logprobs = self._name(request.read_logprobs)
         record = DynamicInferenceRequestRecord([asked])
         if not future.done():
             future.set_result(record)
         return record
+
+    def _name(self, entries: Sequence[TokenLogprobs]) -> list[dict[str, float]]:
+        """The likeliest tokens of each place, by their texts."""
+        return [{self.tokenizer.detokenize([token]): value for token, value in each.top} for each in entries]
 
     def generate(
         self, prompts: Sequence[str], sampling_params: SamplingParams | None = None

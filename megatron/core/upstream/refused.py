@@ -19,10 +19,8 @@ dist_checkpointing.strategies.torch get_async_strategy""",
 distributed FullyShardedDataParallel
 distributed.fsdp.mcore_fsdp_adapter FullyShardedDataParallelV1 FullyShardedDataParallelV2""",
     "products are torch's; use torch.matmul": "extensions.transformer_engine te_general_gemm",
-    "generation is megatron.core.inference.generate.generate(); see docs/generation.md": """
-inference.config KVCacheManagementMode MambaInferenceStateConfig PrefixCachingCoordinatorPolicy
-inference.contexts BaseInferenceContext
-inference.engines.dynamic_engine EngineState
+    "there is no coordinator: every rank adds the same requests, or clients ask python -m megatron serve": """
+inference.config PrefixCachingCoordinatorPolicy
 inference.inference_client InferenceClient
 inference.shards build_inference_pg_collection
 inference.text_generation_server.dynamic_text_gen_server.text_generation_server start_text_gen_server""",

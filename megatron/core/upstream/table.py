@@ -42,12 +42,12 @@ fusions.fused_cross_entropy .tensor_parallel.cross_entropy fused_vocab_parallel_
 fusions.fused_layer_norm @fusions FusedLayerNorm
 inference.communication_utils @process_tools broadcast_from_last_pipeline_stage recv_from_prev_pipeline_rank_
     send_to_next_pipeline_rank
-inference.config @inference InferenceConfig
-inference.contexts @inference DynamicInferenceContext StaticInferenceContext
+inference.config @inference InferenceConfig KVCacheManagementMode MambaInferenceStateConfig
+inference.contexts @inference BaseInferenceContext DynamicInferenceContext StaticInferenceContext
 inference.contexts.dynamic_context @inference DynamicInferenceContext
 inference.contexts.static_context @inference StaticInferenceContext
 inference.engines @inference DynamicInferenceEngine StaticInferenceEngine
-inference.engines.dynamic_engine @inference DynamicInferenceEngine
+inference.engines.dynamic_engine @inference DynamicInferenceEngine EngineState
 inference.engines.static_engine @inference StaticInferenceEngine
 inference.inference_request @inference DynamicInferenceRequest DynamicInferenceRequestRecord InferenceRequest
 inference.model_inference_wrappers.gpt.gpt_inference_wrapper @inference GPTInferenceWrapper

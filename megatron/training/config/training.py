@@ -122,6 +122,17 @@ WHOLE_MODEL = Needs(
 )
 
 
+_GENERATES = Needs(
+    "--context-parallel-size 1, no --hybrid-context-parallel and no virtual stages: text is written by whole sequences",
+    lambda run: (
+        run.context_parallel_size == 1
+        and not run.hybrid_context_parallel
+        and run.virtual_pipeline_model_parallel_size is None
+    ),
+)
+_TASKS = Needs("--eval-tasks", lambda run: run.eval_tasks is not None)
+
+
 @dataclass(kw_only=True)
 class ValidationConfig(CheckedConfig):
     """Evaluation during and after training."""
@@ -153,6 +164,13 @@ class ValidationConfig(CheckedConfig):
         needs=Needs("--eval-sample-prompt", lambda run: run.eval_sample_prompt is not None),
     )
     """Length of that continuation."""
+    eval_tasks: str | None = flag(None, needs=(_EVALUATION, _GENERATES))
+    """Tasks of lm-evaluation-harness, with commas between them, that the model does at each evaluation on validation
+    data; training is not affected."""
+    eval_tasks_path: PathText | None = flag(None, needs=_TASKS)
+    """Directory of further tasks, as YAML files."""
+    eval_tasks_limit: int | None = flag(None, minimum=1, unit="documents", needs=_TASKS)
+    """Documents of each task; all of them when not given."""
     skip_train: bool = False
     """Load and evaluate on validation and test data, without training."""
     full_validation: bool = False

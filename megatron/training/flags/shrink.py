@@ -34,7 +34,8 @@ _LEFT_OUT = frozenset(
     tensorboard_dir wandb_project wandb_exp_name wandb_entity wandb_save_dir metrics_dir log_progress
     alert_command alert_webhook alert_stall_seconds flight_recorder_dump_path
     exit_interval exit_duration_in_mins iterations_to_skip start_eval_at_iter eval_interval eval_sample_prompt
-    eval_sample_tokens full_validation multiple_validation_sets validation_set_names skip_train
+    eval_sample_tokens eval_tasks eval_tasks_path eval_tasks_limit
+    full_validation multiple_validation_sets validation_set_names skip_train
     rampup_batch_size step_batch_size_schedule train_samples lr_decay_samples lr_warmup_samples lr_wsd_decay_samples
     lr_decay_iters lr_warmup_fraction eval_global_batch_size eval_micro_batch_size
     pipeline_model_parallel_layout decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers

@@ -124,6 +124,9 @@ class ConsoleHook(Hook):
         else:
             line = format_evaluation_line(run.progress.iteration, evaluation)
             _print("\n".join(("-" * len(line), line, "-" * len(line))))
+        if evaluation.scores:
+            values = ", ".join(f"{name} {value:.4f}" for name, value in evaluation.scores.items())
+            _print(f"tasks at iteration {run.progress.iteration}: {values}")
         if evaluation.generated:
             _print(format_generated(run.progress.iteration, evaluation.generated))
 

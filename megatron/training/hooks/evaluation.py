@@ -17,6 +17,7 @@ from megatron.core.inference.generate import generate
 from megatron.core.inference.sampling import Sampling
 from megatron.training.config.container import Fields, RunConfig
 from megatron.training.config.training import WHOLE_MODEL, ValidationConfig
+from megatron.training.hooks.task_scores import TasksInTraining
 from megatron.training.loop import evaluate
 from megatron.training.run import Evaluation, Hook, HookContext, Run, StepResult
 
@@ -45,6 +46,7 @@ class EvaluationHook(Hook):
         self._whole_losses: dict[tuple[int, int], dict[str, float]] = {}
         """Of full_validation: (iteration, set) -> losses, of the last evaluation."""
         self._sample: SampleOfText | None = None
+        self._tasks: TasksInTraining | None = None
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> EvaluationHook | None:
@@ -65,6 +67,8 @@ class EvaluationHook(Hook):
 
         if self.config.eval_sample_prompt is not None and WHOLE_MODEL.met(Fields(run.config, set())):
             self._sample = SampleOfText(run, self.config.eval_sample_prompt, self.config.eval_sample_tokens)
+        if self.config.eval_tasks is not None and len(run.model) == 1 and run.groups.cp.size() == 1:
+            self._tasks = TasksInTraining(self.config)
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Evaluate every --eval-interval iterations, from --start-eval-at-iter on."""
@@ -93,9 +97,11 @@ class EvaluationHook(Hook):
                 samples = describe_samples(run, "validation", part, seen, self.config.eval_iters)
             names = self.config.validation_set_names or [str(number) for number in range(sets)]
             name = names[part] if self.config.multiple_validation_sets else None
-            generated = self._sample.generate(run) if self._sample is not None and part == sets - 1 else ""
+            is_last = part == sets - 1
+            generated = self._sample.generate(run) if self._sample is not None and is_last else ""
+            scores = self._tasks.measure(run) if self._tasks is not None and is_last else {}
             evaluation = Evaluation(
-                "validation", losses, final=final, set_name=name, samples=samples, generated=generated
+                "validation", losses, final=final, set_name=name, samples=samples, generated=generated, scores=scores
             )
             run.hooks.on_evaluate(run, evaluation)
         # Counted once for all sets: they advance together, and a resumed run opens each at the same place.

@@ -97,6 +97,7 @@ class MetricsFileHook(Hook):
             row |= {} if evaluation.set_name is None else {"set": evaluation.set_name}
             row |= {"final": True} if evaluation.final else {}
             row |= {"generated": evaluation.generated} if evaluation.generated else {}
+            row |= {"tasks": evaluation.scores} if evaluation.scores else {}
             self._write(row)
 
     def on_close(self, run: Run) -> None:
@@ -243,7 +244,7 @@ def build_evaluation_points(evaluation: Evaluation, config: LoggerConfig) -> dic
     points = {f"{name} {evaluation.name}": loss for name, loss in evaluation.losses.items()}
     if config.log_validation_ppl_to_tensorboard:
         points |= {f"{name} ppl": compute_perplexity(loss) for name, loss in points.items()}
-    return points
+    return points | evaluation.scores
 
 
 class TensorBoardHook(Hook):

@@ -13,10 +13,16 @@ import pytest
 import torch
 
 from megatron.cli.evaluate import list_windows, main
+from megatron.core import optional_deps
+from megatron.core.errors import ConfigError
+from megatron.core.inference.harness_tasks import HarnessTasks
+from megatron.report.metrics_reader import MetricsReader
 from megatron.training.checkpoint.trained_model import load_trained_model
-from tests.support.tiny_training import train_tiny
+from megatron.training.hooks import task_scores
+from tests.support.tiny_training import differing, train_tiny
 
 DOCUMENTS = ["3 4 5 6", "7", "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30", "9 9"]
+QUESTIONS = [{"question": "1 2 3", "answer": 0}, {"question": "7 8", "answer": 1}, {"question": "5 6", "answer": 2}]
 TASK = """
 task: counting
 dataset_path: json
@@ -88,17 +94,28 @@ def test_perplexity_by_definition(
     ]
 
 
-def test_tasks_of_the_harness(checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("lm_eval")
-    questions = [{"question": "1 2 3", "answer": 0}, {"question": "7 8", "answer": 1}, {"question": "5 6", "answer": 2}]
-    data = tmp_path / "questions.json"
-    data.write_text("\n".join(map(json.dumps, questions)))
-    (tmp_path / "counting.yaml").write_text(TASK.format(data=data))
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    flags = ("--load", checkpoints, "--tasks", "counting", "--include-path", tmp_path)
-    row = evaluate(monkeypatch, tmp_path / "out.json", *flags)["results"]["counting"]
+    directory = tmp_path_factory.mktemp("tasks")
+    data = directory / "questions.json"
+    data.write_text("\n".join(map(json.dumps, QUESTIONS)))
+    (directory / "counting.yaml").write_text(TASK.format(data=data))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def counted(checkpoints: Path, tasks: Path) -> float:
+    """The score of `evaluate --tasks`."""
+    with pytest.MonkeyPatch.context() as patch:
+        flags = ("--load", checkpoints, "--tasks", "counting", "--include-path", tasks)
+        score: float = evaluate(patch, tasks / "out.json", *flags)["results"]["counting"]["acc,none"]
+    return score
+
+
+def test_tasks_of_the_harness(checkpoints: Path, counted: float) -> None:
     model, right = load_trained_model(checkpoints).model, 0
-    for question in questions:
+    for question in QUESTIONS:
         scores = []
         for choice in ("4", "9", "30 1"):
             tokens = [int(word) for word in f"{question['question']} {choice}".split()]
@@ -109,7 +126,46 @@ def test_tasks_of_the_harness(checkpoints: Path, tmp_path: Path, monkeypatch: py
                 sum(float(logprobs[place - 1, tokens[place]]) for place in range(len(tokens) - count, len(tokens)))
             )
         right += scores.index(max(scores)) == question["answer"]
-    assert row["acc,none"] == pytest.approx(right / 3)
+    assert counted == pytest.approx(right / 3)
+
+
+@pytest.mark.flags("--eval-tasks", "--eval-tasks-path", "--eval-tasks-limit")
+def test_tasks_during_training(tasks: Path, counted: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                               capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    """Scores at each evaluation are those of `evaluate --tasks`; training is bit for bit the run without."""
+    asked = ("--eval-interval", "3", "--eval-iters", "1", "--position-embedding-type", "rope")
+    plain = train_tiny(*asked)
+    flags = ("--eval-tasks", "counting", "--eval-tasks-path", tasks)
+    run = train_tiny(*asked, *flags, "--metrics-dir", tmp_path)
+    assert differing(run, plain) == []
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    found = [(row["iteration"], row["tasks"]["counting acc"]) for row in rows if "tasks" in row]
+    assert [iteration for iteration, _ in found] == [3, 6]
+    assert found[-1][1] == counted
+    assert f"tasks at iteration 6: counting acc {found[-1][1]:.4f}" in capsys.readouterr().out
+    reader = MetricsReader(tmp_path / "metrics.jsonl")
+    reader.update()
+    assert reader.tasks == {"counting acc": found}
+    with pytest.raises(ConfigError, match="--eval-tasks nothing: lm-evaluation-harness has no such task"):
+        train_tiny(*asked, "--eval-tasks", "nothing")
+    limits: list[int] = []
+
+    class Failing(HarnessTasks):
+        def __init__(self, *_: object, limit: int, **__: object) -> None:
+            limits.append(limit)
+
+        def run(self, *_: object) -> Any:
+            raise OSError("no network")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(task_scores, "HarnessTasks", Failing)
+        train_tiny(*asked, *flags, "--eval-tasks-limit", "1")
+    assert limits == [1]
+    assert capsys.readouterr().err.count("--eval-tasks: tasks are left out, training goes on") == 1
+    monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
+    monkeypatch.setattr(optional_deps, "available", lambda _: False)
+    with pytest.raises(ConfigError, match="--eval-tasks needs .* run: pip install 'lm-eval'"):
+        train_tiny(*asked, *flags)
 
 
 def test_bad_input_is_one_sentence(checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

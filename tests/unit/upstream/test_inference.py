@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 
 from megatron.core.errors import ConfigError
-from megatron.core.inference.config import InferenceConfig
+from megatron.core.inference.config import InferenceConfig, KVCacheManagementMode
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 from megatron.core.inference.engines import StaticInferenceEngine
-from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
+from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine, EngineState
 from megatron.core.inference.generate import generate
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron.core.inference.sampling import Sampling
@@ -74,6 +75,40 @@ def test_a_dynamic_engine_takes_requests_at_any_time(model: GPTModel) -> None:
 
     asyncio.run(ask())
     assert engine.generate(["a longer prompt"], stopping)[0].merge().generated_tokens == wanted[:2]
+    kept = dataclasses.replace(stopping, detokenize_stop_sequence=True, return_segments=True, top_n_logprobs=2)
+    plain, whole = (engine.generate(["a longer prompt"], params)[0].merge() for params in (stopping, kept))
+    assert (plain.generated_text, whole.generated_text) == ("", bytes(wanted[:2]).decode())
+    assert whole.segments == [*"a longer prompt", *map(chr, wanted[:2])]
+    assert whole.prompt_top_n_logprobs is not None and len(whole.prompt_top_n_logprobs) == 14
+    assert max(map(len, whole.prompt_top_n_logprobs)) == 2
+    # A phase of training takes the memory, in the middle of a text.
+    assert engine.state is EngineState.RUNNING and context.is_dynamic_batching()
+    future = engine.add_request(11, "a longer prompt", params)
+    for _ in range(4):
+        engine.step_modern()
+    engine.suspend()
+    assert engine.engine.state.token_bytes == 0 and engine.state is EngineState.SUSPENDED
+    with pytest.raises(ConfigError, match="the engine is suspended"):
+        engine.step_modern()
+    engine.resume()
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+    assert future.result().merge().generated_tokens == wanted and engine.state is EngineState.RESUMED
+    for fields, words in (
+        ({"streaming": True}, "SamplingParams.streaming is not done"),
+        ({"do_kv_handoff": True}, "SamplingParams.do_kv_handoff is not done"),
+        ({"return_prompt_top_n_logprobs": True, "skip_prompt_log_probs": True}, "are opposites"),
+        ({"add_BOS": True}, "the tokenizer has no beginning token"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            engine.add_request(9, "a", SamplingParams(**fields))
+    mode = KVCacheManagementMode("persist")
+    small = InferenceConfig(LONGEST, buffer_size_gb=1e-6, kv_cache_management_mode=mode, block_size_tokens=256)
+    cramped = DynamicInferenceEngine(engine.controller, DynamicInferenceContext(model.config, small))
+    assert cramped.engine.capacity_tokens == LONGEST < engine.engine.capacity_tokens
+    for limits in ({"logprobs_mode": "processed_logprobs"}, {"logging_step_interval": 5}):
+        with pytest.raises(ConfigError, match="InferenceConfig.log"):
+            InferenceConfig(**limits)
     with pytest.raises(ConfigError, match="the prompt has 200 tokens"):
         engine.add_request(9, [1] * 200, params)
     with pytest.raises(ConfigError, match="top_k 4 and top_p"):

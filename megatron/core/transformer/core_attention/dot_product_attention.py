@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -122,14 +123,14 @@ class DotProductAttention(MegatronModule):
 
     @property
     def attends_last_tokens(self) -> bool:
-        """Return True where `attend_last_token` is the short way of what `forward` computes of a single token."""
+        """Return True where `attend_last_tokens` is the short way of what `forward` computes of single tokens."""
         is_own = type(self).forward is DotProductAttention.forward  # a program's subclass may have another one
         return is_own and isinstance(self.backend, CPUAttention)
 
-    def attend_last_token(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See CPUAttention; keys are those that the token sees."""
+    def attend_last_tokens(self, query: Tensor, held: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """See CPUAttention."""
         assert isinstance(self.backend, CPUAttention)
-        return self.backend.attend_last_token(query, key, value)
+        return self.backend.attend_last_tokens(query, held)
 
     @outside_of_graphs  # a graph would be made for these bounds, and again for those of every other batch
     def _attend_within_documents(self, inputs: AttentionInputs, packed_seq_params: PackedSeqParams) -> Tensor:

@@ -28,7 +28,7 @@ itself (Dao et al., "FlashAttention", 2022), with windows, masks and dropout. Sc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,20 +84,23 @@ class CPUAttention(AttentionBackend):
             return blocked_causal_attention(query, key, inputs.value, self.options.scale).flatten(2)
         return self.otherwise(inputs)
 
-    def attend_last_token(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The last token of each sequence, from which only a window or a chunk hides keys: query [1, b, n, d], key
-        [t, b, g, d], value [t, b, g, dv] -> [1, b, n * dv]."""
-        tokens, batch, groups = key.shape[:3]
-        window, chunk = self.options.window, self.options.chunk
-        first = 0 if window is None else max(0, tokens - 1 - window)
-        first = first if chunk is None else max(first, (tokens - 1) // chunk * chunk)
-        if first:
-            key, value = key[first:], value[first:]
+    def attend_last_tokens(self, query: Tensor, held: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """The last token of each sequence, from which only a window or a chunk hides keys: query [b, n, d], and for
+        some sequences after the other key [t, sequences, g, d] and value [t, sequences, g, dv] -> [b, n * dv]."""
+        scale, window, chunk = self.options.scale, self.options.window, self.options.chunk
         # The heads of a group as so many queries: its keys are read once.
-        q = query.reshape(batch, groups, -1, query.shape[3])
-        k, v = key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
-        context = F.scaled_dot_product_attention(q, k, v, scale=self.options.scale)  # [b, g, n / g, dv]
-        return context.reshape(1, batch, -1)
+        queries = query.unflatten(1, (held[0][0].shape[2], -1))  # [b, g, n / g, d]
+        runs = queries.split([key.shape[1] for key, _ in held]) if len(held) > 1 else (queries,)
+        found = []
+        for q, (key, value) in zip(runs, held, strict=True):
+            if window is not None or chunk is not None:
+                last = key.shape[0] - 1
+                first = 0 if window is None else max(0, last - window)
+                first = first if chunk is None else max(first, last // chunk * chunk)
+                key, value = key[first:], value[first:]
+            k, v = key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
+            found.append(F.scaled_dot_product_attention(q, k, v, scale=scale))  # [sequences, g, n / g, dv]
+        return (torch.cat(found) if len(found) > 1 else found[0]).flatten(1)
 
 
 def _fits(query: Tensor, key: Tensor) -> bool:
