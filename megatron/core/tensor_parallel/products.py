@@ -444,7 +444,7 @@ def is_wide(x: Tensor) -> bool:
 # 13 microseconds instead of 3, and the first one of a shape a millisecond more. So small products stay with torch, and
 # so do those whose shapes are new in every step (tokens of an expert).
 #
-# Where nothing is trained, few tokens times a large weight are oneDNN's, too: at 8192 x 512 in 0.83 to 0.33 of the time.
+# Where nothing is trained, few tokens times a large weight are oneDNN's, too: 8192 x 512 in 0.83 to 0.33 of the time.
 # Which kernel multiplies depends on the processor and the shapes alone, so that a run repeats itself bit by bit.
 
 _LEAST_LENGTH = 64
