@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megatron.core.inference.engine import Engine, EngineSettings
 from megatron.core.inference.sampling import Sampling
+from megatron.core.inference.speculation import PromptLookup
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.flags.read import read_run_config
 from megatron.training.launch.initialize import build_rank_grid
@@ -53,6 +54,12 @@ def write_texts(flags: str) -> Found:
         engine.state.pools
     )
     assert model.training, "the model goes on training"
+    if not engine.state.is_recurrent:  # the greedy texts again, by drafts
+        drafter = PromptLookup()
+        again = Engine(model, engine.settings, vocab_size=61, drafter=drafter).run(draw_requests(1, 5, logprobs=0))
+        texts = {tuple(each.prompt): each.new_tokens for each in batch if each is not batch[2]}
+        assert all(texts.get(tuple(each.prompt), each.new_tokens) == each.new_tokens for each in again)
+        assert drafter.drafted > 0
     return [
         (request.new_tokens, [entry.logprob for entry in (*request.read_logprobs, *request.token_logprobs)])
         for request in batch
