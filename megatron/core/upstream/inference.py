@@ -191,6 +191,9 @@ class InferenceConfig:
 class BaseInferenceContext:
     """What contexts have in common."""
 
+    def __init__(self, inference_config: InferenceConfig) -> None:
+        self.inference_config = inference_config
+
     def is_static_batching(self) -> bool:
         """Return True for a context of a static engine."""
         return isinstance(self, StaticInferenceContext)
@@ -205,6 +208,7 @@ class StaticInferenceContext(BaseInferenceContext):
 
     @take_arguments("max_batch_size max_sequence_length use_flashinfer_fused_rope=False", "angles are torch's")
     def __init__(self, max_batch_size: int, max_sequence_length: int) -> None:
+        super().__init__(InferenceConfig(max_sequence_length, max_batch_size))
         self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
 
 
@@ -213,7 +217,8 @@ class DynamicInferenceContext(BaseInferenceContext):
 
     def __init__(self, model_config: Any, inference_config: InferenceConfig) -> None:
         """model_config: the model's, of which nothing more is needed."""
-        self.config, self.inference_config = model_config, inference_config
+        super().__init__(inference_config)
+        self.config = model_config
         self.max_sequence_length = inference_config.max_sequence_length
 
 
