@@ -18,19 +18,25 @@ communicators, the allocator's gaps, buckets of gradients under way, what the dr
 
 from __future__ import annotations
 
-import functools
 import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron.core.pipeline_parallel.schedules import Action, build_tables
+from megatron.core.pipeline_parallel.programs import (
+    SENDS_UNDER_WAY,
+    Pipeline,
+    Program,
+    find_end_of_transfers,
+)
+from megatron.core.pipeline_parallel.schedules import Action
 from megatron.core.plan.branch_kind import Kept, Tokens, count_bytes
 from megatron.core.plan.kinds import find_kind
 from megatron.core.plan.model_plan import Branch, LayerPlan
 from megatron.core.plan.read import read_plan
 from megatron.core.plan.stages import StageContent, build_pipeline_layout, build_virtual_stages
-from megatron.core.transformer.execution.activation_policy import divide_layers
+from megatron.core.transformer.execution.activation_policy import Unit, divide_layers
 from megatron.planner.memory import Workload, count_layers, find_recomputed_parts
 
 if TYPE_CHECKING:
@@ -70,29 +76,26 @@ def predict_step_memory(
     """Rank in the pipeline -> what a process of that stage holds in a step."""
     shape = build_virtual_stages(model)
     contents = build_pipeline_layout(model, shape)
-    tables = build_model_tables(model, workload.num_microbatches)
+    pipeline = describe_pipeline(model)
     found = []
-    for rank, table in enumerate(tables):
+    for rank in range(shape.stages):
         chunks = [contents[shape.index(rank, chunk)] for chunk in range(shape.chunks)]
         dense, experts = count_rank_parameters(model, workload, chunks)
         state = _count_state_bytes(model, replicas, optimizer, workload, dense, experts)
         stages = [_describe_chunk(model, replicas, workload, content) for content in chunks]
-        found.append(StepMemory(dense + experts, state, _walk(table, stages)))
+        program = pipeline.program(rank, workload.num_microbatches)
+        found.append(StepMemory(dense + experts, state, _walk(program, stages, overlaps=pipeline.overlap)))
     return found
 
 
-_build_tables = functools.lru_cache(maxsize=16)(build_tables)
-"""Memory and time, and layouts that differ in other axes, walk through the same tables."""
+def describe_pipeline(model: TransformerConfig) -> Pipeline:
+    """The pipeline that the settings describe."""
+    return Pipeline.of_stages(model, model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size or 1)
 
 
 def build_model_tables(model: TransformerConfig, microbatches: int) -> list[list[Action]]:
     """Build the actions of each rank of the pipeline that the settings describe; raises as build_tables."""
-    shape = build_virtual_stages(model)
-    name = model.pipeline_schedule or ("1f1b" if shape.chunks == 1 else "interleaved")
-    return _build_tables(
-        name, shape, microbatches, model.microbatch_group_size_per_vp_stage if shape.chunks > 1 else None,
-        side_by_side=model.overlap_moe_expert_parallel_comm, delays_weights=model.delay_wgrad_compute,
-    )  # fmt: skip
+    return describe_pipeline(model).tables(microbatches)
 
 
 def describe_step_memory(stages: Sequence[StepMemory]) -> str:
@@ -190,7 +193,7 @@ class _Chunk(NamedTuple):
     """Memory that the microbatches of a virtual stage need."""
 
     kept: float
-    """From forward to backward."""
+    """From forward to backward, beside what another virtual stage has handed over."""
     waiting: float
     """From backward to the deferred gradients of weights."""
     forward: float
@@ -199,64 +202,113 @@ class _Chunk(NamedTuple):
     """Beside it in backward, at most."""
     recorded: float
     """In CUDA graphs, which keep their memory: for each microbatch that is ever in flight."""
+    entering: float
+    """Hidden states that come from another virtual stage, and their gradient on its way back; 0 on the first."""
+    leaving: float
+    """The same of what goes to the next one; 0 on the last."""
 
 
 def _describe_chunk(
     model: TransformerConfig, replicas: DistributedDataParallelConfig, workload: Workload, content: StageContent
 ) -> _Chunk:
-    width = count_bytes(model)
     tokens, ranks = count_tokens(model, workload), model.tensor_model_parallel_size
-    hidden = tokens.own * model.hidden_size * width
+    hidden = tokens.own * model.hidden_size * count_bytes(model)
     plans = read_plan(model).decoder[content.layers.start : content.layers.stop]
     branches = [list_kept(model, workload, layer) for layer in plans]
-    layers = [[row for rows in of_layer for row in rows] for of_layer in branches]
     described = list(zip(plans, branches, strict=True))
     in_graphs = [_find_recorded(model, *layer) for layer in described]
-    kept = computed_again = waiting = recorded = 0.0
+    left: list[list[list[float]]] = []  # bytes of each row of each branch of each layer
+    kept = recorded = entering = 0.0
     on_host = range(model.cpu_offloading_num_layers or 0)  # the first layers of the stage, whole
     units = divide_layers(model, len(content.layers))
     for unit in units:
-        of_unit = [layers[index] for index in unit.layers]
+        for index in unit.layers:
+            stays = 0.0 if unit.is_recomputed or index in on_host else 1.0
+            left.append([[row.bytes * stays for row in _leave_out(model, rows)] for rows in branches[index]])
         if unit.is_recomputed:
+            # Of its layers nothing is left but the input of the first one.
             (unit_input,) = _leave_out(model, [Kept("the unit's input", hidden, place="attn_norm")])
             of_input = unit_input.bytes / (ranks if model.distribute_saved_activations else 1)
-            computed_again = max(computed_again, sum(row.bytes for rows in of_unit for row in rows))
-            kept, recorded = (kept, recorded + of_input) if any(in_graphs[0]) else (kept + of_input, recorded)
-            continue
-        for index, rows in zip(unit.layers, of_unit, strict=True):
-            left = [0.0 if index in on_host else row.bytes for row in _leave_out(model, rows)]
-            of_graphs = sum(itertools.compress(left, in_graphs[index]))
-            kept, recorded = kept + sum(left) - of_graphs, recorded + of_graphs
-            computed_again = max(computed_again, _count_restored(model, rows))
+            left[unit.layers.start][0][0] = of_input
+    for index, rows_of_layer in enumerate(left):
+        rows = [row for rows in rows_of_layer for row in rows]
+        of_graphs = sum(itertools.compress(rows, in_graphs[index]))
+        kept, recorded = kept + sum(rows) - of_graphs, recorded + of_graphs
+    stream = tokens.own * model.hidden_size * (4 if model.fp32_residual_connection else count_bytes(model))
+    if not content.has_embedding:
+        # The stage holds what it was sent to the end of its backward, wherever its first layer keeps it.
+        entering = stream
+        kept -= left[0][0][0] if left and not in_graphs[0][0] else 0.0
+    backward = _walk_back(model, described, left, tokens, has_next=not content.has_loss, in_graphs=bool(recorded))
     if recorded:
+        restored = max(_count_restored(model, rows) for layer in branches for rows in layer)
+        for unit in units:
+            if unit.is_recomputed:
+                of_unit = [row.bytes for index in unit.layers for rows in branches[index] for row in rows]
+                restored = max(restored, sum(of_unit))
         # The gradients of the inputs of layers that are computed again, which free nothing of it, pile up.
         piled_up = hidden * (len(units) - 1) if all(unit.is_recomputed for unit in units) else 0.0
-        recorded += _count_beside_recorded(model, plans, branches, tokens) + computed_again + piled_up
+        recorded += _count_beside_recorded(model, plans, branches, tokens) + restored + piled_up
+        backward = 2 * hidden if model.records("mlp") else backward
     # Products whose weights get their gradients later keep their inputs, and the gradients of their outputs.
+    waiting = 0.0
     if model.defers_weight_gradients or model.delays_weight_gradients:
-        waiting = sum(2 * hidden + sum(row.bytes for row in rows if row.is_factor) for rows in layers)
-    gradients = freed = 0.0
-    for layer, rows in reversed(list(zip(described, layers, strict=True))):
-        gradients = max(gradients, _count_gradients(model, *layer, tokens) - freed)
-        if not (waiting or recorded or model.recompute_granularity == "full"):
-            # Layers behind this one are through with backward.
-            freed += sum(row.bytes for row in _leave_out(model, rows))
-    if recorded and model.records("mlp"):
-        gradients, computed_again = 2 * hidden, 0.0
+        of_grads = tokens.all * model.hidden_size * count_bytes(model)
+        waiting = sum(of_grads + sum(row.bytes for row in rows if row.is_factor) for layer in branches for rows in layer)
     forward = 0.0
     if content.ends_decoder:
         kept += 2 * hidden  # the last layer's output, and what the final norm makes of it
     if content.has_loss:
         # Their gradient is written over them.
-        logits = tokens.all * workload.padded_vocab_size / ranks * width
+        logits = tokens.all * workload.padded_vocab_size / ranks * count_bytes(model)
         forward = logits * _find_chunk(model, workload)
-        waiting += logits + hidden if waiting else 0.0
-        head = workload.padded_vocab_size * model.hidden_size / ranks * width
+        if model.defers_weight_gradients:
+            waiting, backward = waiting + logits + hidden, backward + logits + hidden
+        head = workload.padded_vocab_size * model.hidden_size / ranks * count_bytes(model)
         if replicas.use_torch_fsdp2 and workload.has_output_layer:
             forward += 2 * head  # gathered, and in backward its gradient before that is divided
-    # Hidden states and gradients on their way from and to other stages.
-    under_way = 2 * hidden if model.pipeline_model_parallel_size > 1 else 0.0
-    return _Chunk(kept, waiting, forward + under_way, max(computed_again + gradients, forward) + under_way, recorded)
+        # The gradient of its input; with sequence parallelism that of all tokens, with all tokens' input.
+        whole = tokens.all * model.hidden_size * count_bytes(model)
+        backward = max(backward, forward + whole + (whole + hidden if model.sequence_parallel else 0.0))
+    return _Chunk(
+        kept, waiting, forward, max(backward, forward), recorded, entering, 0.0 if content.has_loss else stream
+    )
+
+
+def _walk_back(
+    model: TransformerConfig,
+    layers: Sequence[tuple[LayerPlan, Sequence[Sequence[Kept]]]],
+    left: Sequence[Sequence[Sequence[float]]],
+    tokens: Tokens,
+    *,
+    has_next: bool,
+    in_graphs: bool,
+) -> float:
+    """The most that backward of a virtual stage takes beside what it has kept, which it frees branch by branch.
+
+    layers: with the rows of each branch. left: bytes of each row until backward. has_next: the gradient that it begins
+    with has come from another one. in_graphs: graphs keep their memory.
+    """
+    keeps_factors = model.defers_weight_gradients or model.delays_weight_gradients
+    width = model.hidden_size * count_bytes(model)
+    most, beside = 0.0, -width * tokens.own if has_next else 0.0
+    for unit in reversed(divide_layers(model, len(layers))):
+        if unit.is_recomputed:
+            rows = [row.bytes for index in unit.layers for rows in layers[index][1] for row in rows]
+            beside += sum(rows) - left[unit.layers.start][0][0]
+        for index in reversed(unit.layers):
+            plan, branches = layers[index]
+            for number in reversed(range(len(branches))):
+                branch, of_branch, stays = plan.branches[number], branches[number], left[index][number]
+                again = 0.0 if unit.is_recomputed else _count_restored(model, of_branch)
+                most = max(most, beside + again + _count_gradients(model, branch, of_branch, tokens))
+                if in_graphs:
+                    continue
+                for row, bytes_left in zip(of_branch, stays, strict=True):
+                    if not (keeps_factors and row.is_factor):
+                        beside -= row.bytes if unit.is_recomputed else bytes_left
+                beside += width * (tokens.all if keeps_factors else 0.0)
+    return most
 
 
 def _find_chunk(model: TransformerConfig, workload: Workload) -> float:
@@ -323,43 +375,60 @@ def _count_beside_recorded(
 
 
 def _count_inner_gradients(model: TransformerConfig, branch: Branch, rows: Sequence[Kept], tokens: Tokens) -> float:
-    """Bytes of the gradients that live at once inside of a branch, or of what its backward takes for itself; a dense
+    """Bytes of the gradients that live at once inside of a branch, and of what its backward takes for itself; a dense
     MLP may do with those of one of its chunks."""
     chunks = model.mlp_chunks_for_training if branch.kind == "mlp" else 1
     beside = find_kind(branch.kind).beside(model, branch, tokens)
-    return max(beside, sum(row.bytes for row in rows if row.has_gradient) / chunks)
+    return beside + sum(row.bytes for row in rows if row.has_gradient) / chunks
 
 
-def _count_gradients(
-    model: TransformerConfig, layer: LayerPlan, branches: Sequence[Sequence[Kept]], tokens: Tokens
-) -> float:
-    """Bytes of the gradients that live at once while the widest part of a layer is in backward, of its output and of
-    its input, and inside, less what the parts behind it have kept and need no more; that of an MLP's first product
-    takes the product's place."""
-    most = freed = 0.0
-    for branch, rows in zip(reversed(layer.branches), reversed(branches), strict=True):
-        at_ends = 2 * sum(row.bytes for row in rows if row.part == "layernorm")
-        most = max(most, at_ends + _count_inner_gradients(model, branch, rows, tokens) - freed)
-        freed += sum(row.bytes for row in _leave_out(model, rows))
+def _count_gradients(model: TransformerConfig, branch: Branch, rows: Sequence[Kept], tokens: Tokens) -> float:
+    """Bytes that live at most while a branch is in backward, beside what it has kept.
+
+    In its last product there is the gradient of its output, with sequence parallelism also that of all tokens, and
+    what lives inside; that of an MLP's first product takes the product's place. In its first product, when what is
+    behind that is freed, sequence parallelism holds the input of all tokens and its gradient.
+    """
+    width = model.hidden_size * count_bytes(model)
+    most = (tokens.own + tokens.all) * width + _count_inner_gradients(model, branch, rows, tokens)
+    if model.sequence_parallel and branch.kind in ("attention", "mlp"):
+        of_first = next(row.bytes for row in rows if row.name in ("packed queries, keys, values", "the first product"))
+        freed = sum(row.bytes for row in rows if row.place not in ("attn_norm", "mlp_norm", "qkv_linear", "mlp_fc1"))
+        most = max(most, 2 * (tokens.own + tokens.all) * width + of_first - freed)
     return most
 
 
-def _walk(table: Sequence[tuple[str, int, int, bool]], chunks: Sequence[_Chunk]) -> float:
-    """The most that lives at one moment of a rank's schedule."""
+def _walk(program: Program, chunks: Sequence[_Chunk], *, overlaps: bool) -> float:
+    """The most that lives at one moment of a rank's program. overlaps: a transfer is not waited for where it begins."""
     most = 0.0
     in_flight, recorded = [0] * len(chunks), [0] * len(chunks)
-    for kind, _, number, _ in table:
-        in_flight[number] += {"F": 1, "B": -1}.get(kind, 0)
-        recorded[number] = max(recorded[number], in_flight[number])
+    for step in program:
+        if isinstance(step, Action):
+            in_flight[step.chunk] += {"F": 1, "B": -1}.get(step.kind, 0)
+            recorded[step.chunk] = max(recorded[step.chunk], in_flight[step.chunk])
     now = sum(times * chunk.recorded for times, chunk in zip(recorded, chunks, strict=True))
-    for kind, _, number, _ in table:
-        chunk = chunks[number]
-        if kind == "F":
-            now += chunk.kept
-            most = max(most, now + chunk.forward)
-        elif kind == "B":
-            most = max(most, now + chunk.backward)
-            now += chunk.waiting - chunk.kept
+    sent: deque[float] = deque()
+    for position, step in enumerate(program):
+        chunk = chunks[step.chunk]
+        if isinstance(step, Action):
+            if step.kind == "F":
+                now += chunk.kept
+                most = max(most, now + max(chunk.forward, chunk.leaving))
+                now += chunk.leaving
+            elif step.kind == "B":
+                most = max(most, now + chunk.backward)
+                # What came from both sides goes, and the gradient of the input is there to be sent.
+                now += chunk.waiting - chunk.kept - chunk.leaving
+            else:
+                now -= chunk.waiting
+            continue
+        size = chunk.leaving if (step.what == "F") == (step.kind == "send") else chunk.entering
+        if step.kind == "receive":
+            now += size
         else:
-            now -= chunk.waiting
+            sent.append(size)
+        most = max(most, now)
+        if find_end_of_transfers(program, position) == position + 1:
+            while len(sent) > (SENDS_UNDER_WAY if overlaps else 0):
+                now -= sent.popleft()
     return most

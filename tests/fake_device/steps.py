@@ -20,6 +20,7 @@ from megatron.core.transformer.moe import grouped_products
 from megatron.planner.step_memory import predict_step_memory
 from megatron.training.config.container import RunConfig
 from megatron.training.flags.read import read_run_config
+from megatron.training.launch.dry_run import share_evenly
 from megatron.training.launch.initialize import Process, build_rank_grid, set_seeds
 from megatron.training.launch.launch import Launch
 from megatron.training.loop import train
@@ -159,17 +160,3 @@ class Batches:
 
     def close(self) -> None:
         """Nothing is open."""
-
-
-def share_evenly(config: RunConfig, tensor: Tensor) -> Any:
-    """What the host reads of the device: every rank sends and gets as many rows of tokens, and none is dropped."""
-    model = config.model
-    if model.num_moe_experts is None or tensor.dtype.is_floating_point or tensor.dtype.itemsize < 4:
-        return None
-    tokens = config.training.micro_batch_size * (config.data.seq_length or 1) // model.context_parallel_size
-    # Without sequence parallelism experts divide the tokens themselves.
-    tokens //= model.tensor_model_parallel_size
-    rows = tokens * model.moe_router_topk * (model.expert_tensor_parallel_size or 1)
-    if tensor.dim() == 2:  # sent, received
-        return [[rows // tensor.shape[1]] * tensor.shape[1]] * 2
-    return rows

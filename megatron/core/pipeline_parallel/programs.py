@@ -84,14 +84,20 @@ class Pipeline:
 
     @classmethod
     def from_config(cls, config: Any, groups: ProcessGroupCollection, chunks: int) -> Pipeline:
-        """The pipeline that a model's config asks for; 1F1B, or interleaved with several chunks, where it is silent."""
+        """The pipeline that a model's config asks for over these groups."""
+        return cls.of_stages(config, groups.pp.size(), chunks)
+
+    @classmethod
+    def of_stages(cls, config: Any, stages: int, chunks: int) -> Pipeline:
+        """The pipeline that a model's config asks for, of so many processes and chunks of each; 1F1B, or interleaved
+        with several chunks, where it is silent."""
         asked: ScheduleName | None = getattr(config, "pipeline_schedule", None)
         name: ScheduleName = asked or ("1f1b" if chunks == 1 else "interleaved")
         # One stage has nothing to fill or to hide, and every schedule is the plain loop there.
-        if groups.pp.size() == 1 and chunks == 1:
+        if stages == 1 and chunks == 1:
             name = "1f1b"
         return cls(
-            shape=VirtualStages(groups.pp.size(), chunks, folded=name == "zb-v"),
+            shape=VirtualStages(stages, chunks, folded=name == "zb-v"),
             schedule=name,
             group_size=getattr(config, "microbatch_group_size_per_vp_stage", None),
             # A receive that first learns its shape waits for it: it must not be posted early.
@@ -138,7 +144,7 @@ class Pipeline:
         return interleaved_problem(self.shape.stages, microbatches, self.group_size or self.shape.stages)
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=16)
 def _plan(pipeline: Pipeline, microbatches: int, forward_only: bool) -> list[Program]:
     """All ranks' programs; planning takes up to a second, and most runs have two numbers of microbatches."""
     actions = build_forward_tables(pipeline.shape, microbatches) if forward_only else pipeline.tables(microbatches)

@@ -98,7 +98,7 @@ class BranchKind:
     convolved: tuple[str, ...] = ()
     """The sections that pass its convolution; neighbours."""
     beside: Callable[[Config, Branch, Tokens], float] = _nothing_for_itself
-    """Bytes that its backward takes for itself, in place of the gradients of what is kept where these are fewer."""
+    """Bytes that its backward takes for itself, beside the gradients of what is kept."""
     spec: Any = None
     """A ModuleSpec or a class. None: the layer's spec has a part for this kind."""
     missing: str | None = None

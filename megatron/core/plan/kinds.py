@@ -126,8 +126,23 @@ def _keep_latent_attention(config: Config, branch: Branch, tokens: Tokens) -> It
     latents = (config.kv_lora_rank + (config.q_lora_rank or 0)) * (2 if config.qk_layernorm else 1)
     yield Kept("latent vectors", tokens.own * (latents + config.qk_pos_emb_head_dim) * width, place="qkv_linear")
     per_head = tokens.all * width / config.tensor_model_parallel_size * config.num_attention_heads
-    yield Kept("queries and keys", 2 * per_head * config.query_width, "mla_up_proj", "core_attn", has_gradient=True)
-    yield Kept("values", per_head * config.value_width, "mla_up_proj", "core_attn", has_gradient=True)
+    # Of two widths the flash kernel gets the narrower one filled up, and keeps the copy and an output of that width.
+    # What is passed around context-parallel ranks is left as it is.
+    goes_round = config.context_parallel_size > 1 and branch.options.context_exchange == "p2p"
+    takes_one = config.attention_backend in ("auto", "flash") and not goes_round
+    is_padded = takes_one and config.query_width != config.value_width
+    padded = max(config.query_width, config.value_width)
+    queries, values = 2 * per_head * config.query_width, per_head * config.value_width
+    if is_padded and config.query_width < padded:
+        yield Kept("queries and keys, as wide as values", 2 * per_head * padded, None, "core_attn", has_gradient=True)
+    else:
+        yield Kept("queries and keys", queries, "mla_up_proj", "core_attn", has_gradient=True)
+    if is_padded and config.value_width < padded:
+        yield Kept("values, as wide as keys", per_head * padded, None, "core_attn", has_gradient=True)
+    else:
+        yield Kept("values", values, "mla_up_proj", "core_attn", has_gradient=True)
+    if is_padded:
+        yield Kept("the kernel's own output", per_head * padded, place="core_attn")
     yield from _keep_output(config, tokens)
 
 
@@ -148,7 +163,8 @@ def _count_parallel(config: Config, branch: Branch) -> Counts:
 
 
 def _keep_parallel(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:
-    yield from _keep_attention(config, branch, tokens)
+    # Backward of Mamba-2 takes more, at another time.
+    yield from (row._replace(has_gradient=False) for row in _keep_attention(config, branch, tokens))
     of_input = len(list(keep_input(config, branch, tokens, "", "")))
     yield from list(MAMBA.kept(config, branch, tokens))[of_input:]
 
@@ -208,8 +224,14 @@ def _keep_mlp(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:
 
 
 def _keep_experts(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:
-    yield from keep_input(config, branch, tokens, "mlp_norm", "mlp_fc1")
     ranks, sharers = config.tensor_model_parallel_size, config.expert_tensor_parallel_size or 1
+    for row in keep_input(config, branch, tokens, "mlp_norm", "mlp_fc1"):
+        is_divided = row.part == "layernorm" and tokens.own == tokens.all and ranks > 1
+        if not is_divided or config.moe_shared_expert_intermediate_size is not None:
+            yield row
+        if is_divided:
+            # A copy of this rank's part.
+            yield row._replace(name="its own tokens of that", bytes=row.bytes / ranks, part="moe")
     width, sides = count_bytes(config), _count_inner(config) - 1
     # Without sequence parallelism, too, tensor-parallel ranks divide the tokens for their experts.
     own = tokens.all / ranks

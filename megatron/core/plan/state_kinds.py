@@ -121,11 +121,16 @@ def _keep(
     per_rank = tokens.all / config.tensor_model_parallel_size
     per_channel = per_rank * count_bytes(config)
     of_convolution = per_channel * sum(sections[name] for name in convolved)
-    yield Kept("the sections of its first product", per_channel * sum(sections.values()), is_factor=True)
-    yield Kept("the convolution's output", of_convolution, has_gradient=True)
+    of_gate, of_skipped = per_channel * sections["z"], per_channel * sections.get("x", 0)
+    # What the gate reads has its gradients first, and they wait for those of all sections.
+    yield Kept("the gate's section of its first product", of_gate, is_factor=True, has_gradient=True)
+    yield Kept("its other sections", per_channel * sum(sections.values()) - of_gate, is_factor=True)
+    yield Kept("what of the convolution's output the gate reads, too", of_skipped, has_gradient=True)
+    yield Kept("the rest of the convolution's output", of_convolution - of_skipped)
     yield Kept("decay and strength", per_rank * 4 * wide + per_channel * narrow)
     # On a CPU, where few chunks are computed at a time, the states between them are kept, too: about 1 %.
-    yield Kept("the state's output, before and after its gate", 2 * per_channel * sections["z"], is_factor=True)
+    yield Kept("the state's output", of_gate, has_gradient=True)
+    yield Kept("the same behind its gate", of_gate, is_factor=True)
 
 
 def _keep_mamba(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:

@@ -279,7 +279,9 @@ class _RingAttention(torch.autograd.Function):
         if sinks is not None:
             # After the last merge, and only once: a sink in every block would count it once for every rank.
             out, log_sum = add_sinks(out, log_sum, sinks)
-        output = out.permute(2, 0, 1, 3).to(query.dtype)  # [b, n, s, dv] -> [s, b, n, dv]
+        # In the order in which the layer behind reads it, which would else keep a copy of its own.
+        turned = out.permute(2, 0, 1, 3)  # [b, n, s, dv] -> [s, b, n, dv]
+        output = torch.empty(turned.shape, dtype=query.dtype, device=query.device).copy_(turned)
         ctx.call = call
         ctx.save_for_backward(query, key, value, sinks, output, log_sum)
         return output

@@ -138,7 +138,8 @@ class MoELayer(MegatronModule):
         # would be worked on tp times.
         if not self.divides_tokens:
             return hidden_states
-        return scatter_to_sequence_parallel_region(hidden_states, self.tp_group)
+        # A copy: what is kept for backward of a view would keep the tokens of all ranks.
+        return scatter_to_sequence_parallel_region(hidden_states, self.tp_group).clone()
 
     def _choose_sent(self, own: Tensor) -> Tensor:
         """Return what experts get of a token: [s, b, h] -> [T, h], or narrower."""
