@@ -36,7 +36,9 @@ from megatron.core.plan.kinds import find_kind
 from megatron.core.plan.model_plan import Branch, LayerPlan
 from megatron.core.plan.read import read_plan
 from megatron.core.plan.stages import StageContent, build_pipeline_layout, build_virtual_stages
-from megatron.core.transformer.execution.activation_policy import Unit, divide_layers
+from megatron.core.tensor_parallel.offloaded_activations import PREFETCHED_GROUPS
+from megatron.core.transformer.execution.activation_policy import divide_layers
+from megatron.planner.few_bits import count_product_temporaries
 from megatron.planner.memory import Workload, count_layers, find_recomputed_parts
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
 
 _MEGABYTE = 1024 * 1024
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+_READ_FIRST = ("core_attn", "attn_proj", "mlp_act", "moe_act")
+"""Parts whose tensors backward of a branch begins with."""
 _STATE_TENSORS = {"sgd": 1, "lion": 1, "muon": 1}
 """Tensors of the parameters' size that an update rule keeps; two for every other one."""
 
@@ -84,7 +88,9 @@ def predict_step_memory(
         state = _count_state_bytes(model, replicas, optimizer, workload, dense, experts)
         stages = [_describe_chunk(model, replicas, workload, content) for content in chunks]
         program = pipeline.program(rank, workload.num_microbatches)
-        found.append(StepMemory(dense + experts, state, _walk(program, stages, overlaps=pipeline.overlap)))
+        # Divided weights are gone after each product, and what they were rounded to with them.
+        rounded = 0.0 if replicas.use_torch_fsdp2 else _count_rounded_weights(model, chunks, workload)
+        found.append(StepMemory(dense + experts, state, rounded + _walk(program, stages, overlaps=pipeline.overlap)))
     return found
 
 
@@ -135,6 +141,23 @@ def count_rank_parameters(
                 dense += table
                 has_table = has_table or not is_own
     return dense, experts / (model.expert_model_parallel_size * (model.expert_tensor_parallel_size or ranks))
+
+
+def _count_rounded_weights(model: TransformerConfig, chunks: Sequence[StageContent], workload: Workload) -> float:
+    """Bytes of the weights that linear layers keep in 8 bits from their first product of a step to its end."""
+    if not model.rounded_weight_bytes:
+        return 0.0
+    plan, ranks, elements = read_plan(model), model.tensor_model_parallel_size, 0.0
+    expert_ranks = model.expert_model_parallel_size * (model.expert_tensor_parallel_size or ranks)
+    for content in chunks:
+        layers = plan.decoder[content.layers.start : content.layers.stop]
+        layers += plan.prediction if content.has_prediction else ()
+        for branch in (branch for layer in layers for branch in layer.branches if branch.low_precision):
+            count = find_kind(branch.kind).count(model, branch)
+            elements += count.matrices / ranks + count.expert_matrices / expert_ranks + count.projections
+        if content.has_loss and model.fp8_output_proj:
+            elements += workload.padded_vocab_size * model.hidden_size / ranks
+    return elements * model.rounded_weight_bytes
 
 
 def count_gradient_bytes(model: TransformerConfig, replicas: DistributedDataParallelConfig) -> int:
@@ -292,6 +315,7 @@ def _walk_back(
     keeps_factors = model.defers_weight_gradients or model.delays_weight_gradients
     width = model.hidden_size * count_bytes(model)
     most, beside = 0.0, -width * tokens.own if has_next else 0.0
+    fetched = _count_fetched(model, [branches for _, branches in layers])
     for unit in reversed(divide_layers(model, len(layers))):
         if unit.is_recomputed:
             rows = [row.bytes for index in unit.layers for rows in layers[index][1] for row in rows]
@@ -300,7 +324,7 @@ def _walk_back(
             plan, branches = layers[index]
             for number in reversed(range(len(branches))):
                 branch, of_branch, stays = plan.branches[number], branches[number], left[index][number]
-                again = 0.0 if unit.is_recomputed else _count_restored(model, of_branch)
+                again = 0.0 if unit.is_recomputed else _count_restored(model, of_branch) + fetched[index][number]
                 most = max(most, beside + again + _count_gradients(model, branch, of_branch, tokens))
                 if in_graphs:
                     continue
@@ -309,6 +333,30 @@ def _walk_back(
                         beside -= row.bytes if unit.is_recomputed else bytes_left
                 beside += width * (tokens.all if keeps_factors else 0.0)
     return most
+
+
+def _count_fetched(model: TransformerConfig, layers: Sequence[Sequence[Sequence[Kept]]]) -> list[list[float]]:
+    """Bytes of each branch of each layer that are back from the host when its backward begins: those of the part that
+    is read first, and of the parts that backward comes to next."""
+    on_host, parts = model.cpu_offloading_num_layers or 0, find_recomputed_parts(model)
+    moved = set(model.offload_modules) if model.fine_grained_activation_offloading else set()
+    groups = list[float]()
+    begun: list[list[tuple[int, bool]]] = []  # of each branch the groups up to its end, and whether it reads the last
+    for index, branches in enumerate(layers):
+        begun.append([])
+        if index < on_host:
+            groups.append(sum(row.bytes for rows in branches for row in rows))
+        for rows in branches:
+            own: dict[str, float] = {}
+            for row in rows:
+                if index >= on_host and row.place in moved and row.part not in parts:
+                    own[row.place or ""] = own.get(row.place or "", 0.0) + row.bytes * model.activation_offload_fraction
+            groups += own.values()
+            begun[-1].append((len(groups), index < on_host or any(place in _READ_FIRST for place in own)))
+    return [
+        [sum(groups[:end][-PREFETCHED_GROUPS - reads :]) if reads or end < len(groups) else 0.0 for end, reads in layer]
+        for layer in begun
+    ]
 
 
 def _find_chunk(model: TransformerConfig, workload: Workload) -> float:
@@ -390,11 +438,13 @@ def _count_gradients(model: TransformerConfig, branch: Branch, rows: Sequence[Ke
     behind that is freed, sequence parallelism holds the input of all tokens and its gradient.
     """
     width = model.hidden_size * count_bytes(model)
-    most = (tokens.own + tokens.all) * width + _count_inner_gradients(model, branch, rows, tokens)
-    if model.sequence_parallel and branch.kind in ("attention", "mlp"):
-        of_first = next(row.bytes for row in rows if row.name in ("packed queries, keys, values", "the first product"))
+    of_first, of_last = count_product_temporaries(model, branch, tokens)
+    most = (tokens.own + tokens.all) * width + _count_inner_gradients(model, branch, rows, tokens) + of_last
+    if branch.kind in ("attention", "mlp"):
+        at_ends = (2 if model.sequence_parallel else 1) * (tokens.own + tokens.all) * width
+        first = next(row.bytes for row in rows if row.name in ("packed queries, keys, values", "the first product"))
         freed = sum(row.bytes for row in rows if row.place not in ("attn_norm", "mlp_norm", "qkv_linear", "mlp_fc1"))
-        most = max(most, 2 * (tokens.own + tokens.all) * width + of_first - freed)
+        most = max(most, at_ends + first - freed + of_first)
     return most
 
 

@@ -294,9 +294,11 @@ class FP8Matmul(Product, HasScales):
 
     def _round_by_one_scale(self, operand: int, matrix: Tensor) -> Operand:
         dtype, margin, is_delayed = self.recipe.format_of(operand), self.recipe.margin, self.recipe.name == "delayed"
-        if self.recipe.is_native and matrix.dim() == 2 and launching.uses_kernels(matrix):
+        if self.recipe.is_native and launching.uses_kernels(matrix):
             from megatron.core.kernels import fp8_cast
 
+            # All matrices of a stack have one scale: their rows are those of one matrix.
+            shape, matrix = matrix.shape, matrix.flatten(0, -2)
             amax = fp8_cast.find_amax(matrix)
             amax = self._replace_amax(operand, amax) if is_delayed else amax
             # Output gradients are summed over in both directions, one after the other. Of a weight two copies would be
@@ -304,7 +306,7 @@ class FP8Matmul(Product, HasScales):
             values, turned, inverse = fp8_cast.quantise_matrix(
                 matrix, dtype, amax, margin=margin, turns=operand == GRAD
             )
-            return Operand(values, inverse, turned=turned)
+            return Operand(values.view(shape), inverse, turned=turned)
         amax = find_amax(matrix)
         amax = self._replace_amax(operand, amax) if is_delayed else amax
         return quantise_tensor(matrix, dtype, compute_scale(amax, dtype, margin=margin))

@@ -252,7 +252,9 @@ def _pack(rules: _Rules, kept: Tensor) -> Any:
             return rule.way, rule.way.pack(kept), kept.shape, None
         elif rule.is_permuted(kept):
             return rule.way, rule.way.pack(rule.value), rule.value.shape, (kept.shape, kept.stride())
-    return kept
+    # An operation may keep its own result, which would hold the operation that holds it: neither would ever be freed
+    # where backward does not come by.
+    return kept if kept.grad_fn is None else kept.detach()
 
 
 def _unpack(packed: Any) -> Tensor:

@@ -35,7 +35,8 @@ from megatron.core.errors import MemoryShortageError, format_bytes
 from megatron.core.host_memory import count_pinned_bytes
 from megatron.core.tensor_parallel.kept_activations import Way, keep_all_as
 
-_PREFETCHED_GROUPS = 2  # one is on its way while the other is waited for
+PREFETCHED_GROUPS = 2
+"""One is on its way while the other is waited for."""
 _LARGEST_SHARE = 64  # times as large as a view the memory may be that is moved for it
 
 
@@ -254,7 +255,7 @@ class _Pass:
             if other is None or other.group > sent.group or other.readers <= 0:
                 continue
             groups.add(other.group)
-            if len(groups) > _PREFETCHED_GROUPS + 1:
+            if len(groups) > PREFETCHED_GROUPS + 1:
                 break
             self.offloader.fetch(other)
 

@@ -118,6 +118,19 @@ class PrecisionFields(ArchitectureFields):
             return None
         return {"blockwise": 1 + 1 / 128, "mxfp8": 1 + 1 / 32, "nvfp4": (1 + 1 / 8) / 2}.get(recipe, 1.0)
 
+    @property
+    def multiplies_few_bits_natively(self) -> bool:
+        """True if products in 8 bits run on a kernel of the device, False where they are emulated in float32."""
+        return self.few_bits_recipe in ("delayed", "tensorwise") and not self.fp8_emulation
+
+    @property
+    def rounded_weight_bytes(self) -> float:
+        """Bytes of one value of a linear layer's weight that is rounded once a step, with its share of a scale; 0 where
+        each product rounds it anew."""
+        return {"delayed": 1.0, "tensorwise": 1.0, "blockwise": 1 + 4 / 128**2, "nvfp4": 1 + 4 / 16**2}.get(
+            self.few_bits_recipe or "", 0.0
+        )
+
     def stays_in_bf16(self, layer: str) -> bool:
         """Return whether --fp8-bf16-layers leaves out a linear layer; layer: its name in the whole model."""
         return any(fnmatch.fnmatchcase(layer, pattern) for pattern in self.fp8_bf16_layers or ())

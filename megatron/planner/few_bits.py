@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes that products in 8 or 4 bits hold beside their operands: rounded weights, and temporaries of backward.
+
+A weight that both directions round alike is rounded once a step and kept to its end. Where a kernel multiplies, the
+gradient of a product's output is rounded into two layouts, its input turned, and the weight's gradient made in float32
+before it is added; emulated, both operands and the result of a product are there in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron.core.plan.branch_kind import Tokens
+from megatron.core.plan.model_plan import Branch
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class _Product(NamedTuple):
+    """The matrix of a linear layer on one process, and the rows that it is multiplied with."""
+
+    inputs: float
+    outputs: float
+    rows: float
+
+
+def count_product_temporaries(model: TransformerConfig, branch: Branch, tokens: Tokens) -> tuple[float, float]:
+    """Bytes that the weight gradients of the first and of the last product of a branch take; of a branch with other
+    products than attention and MLPs have, the most twice."""
+    if model.few_bits_recipe is None or not branch.low_precision:
+        return 0.0, 0.0
+    found = [_count(model, product) for product in _list_products(model, branch, tokens)]
+    if not found:
+        return 0.0, 0.0
+    return (found[0], found[-1]) if branch.kind in ("attention", "mlp") else (max(found), max(found))
+
+
+def _count(model: TransformerConfig, product: _Product) -> float:
+    inputs, outputs, rows = product
+    if model.multiplies_few_bits_natively:
+        return rows * (2 * outputs + inputs) + (4 * inputs * outputs if model.fp8_wgrad else 0)
+    return rows * outputs + 4 * (rows * outputs + rows * inputs + inputs * outputs)
+
+
+def _list_products(model: TransformerConfig, branch: Branch, tokens: Tokens) -> Iterator[_Product]:
+    """In the order of forward."""
+    hidden, ranks, inner = model.hidden_size, model.tensor_model_parallel_size, 2 if model.gated_linear_unit else 1
+    if branch.kind == "mlp":
+        width = (branch.options.ffn_hidden_size or model.ffn_hidden_size) / ranks
+        yield _Product(hidden, inner * width, tokens.all)
+        yield _Product(width, hidden, tokens.all)
+    elif branch.kind == "experts":
+        sharers = model.expert_tensor_parallel_size or 1
+        rows, width = tokens.all / ranks * model.moe_router_topk * sharers, (model.moe_ffn_hidden_size or 0) / sharers
+        # All rows are rounded at once; weight gradients are made for one expert after the other.
+        for inputs, outputs in ((model.expert_channels, inner * width), (width, model.expert_channels)):
+            yield _Product(inputs, outputs, rows)
+    elif branch.kind in ("attention", "parallel"):
+        heads, groups = model.num_attention_heads, branch.options.query_groups or model.num_query_groups
+        yield _Product(hidden, (heads + 2 * max(groups, ranks)) * model.query_width / ranks, tokens.all)
+        yield _Product(heads * model.value_width / ranks, hidden, tokens.all)
+    elif branch.kind == "latent_attention":
+        heads, to_keys = model.num_attention_heads / ranks, model.qk_head_dim + model.v_head_dim
+        yield _Product(model.q_lora_rank or hidden, heads * model.query_width, tokens.all)
+        yield _Product(model.kv_lora_rank, heads * to_keys, tokens.all)
+        yield _Product(heads * model.value_width, hidden, tokens.all)
