@@ -70,6 +70,7 @@ def install(library: Path) -> None:
 
     torch.Generator = Generator  # type: ignore[misc]
     torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: _STREAM  # type: ignore[assignment]
+    torch.accelerator.current_stream = lambda device=None: _STREAM  # type: ignore[assignment]
     torch.cuda.get_rng_state = _get_rng_state  # type: ignore[assignment]
     # A CPU build of torch raises an error for these.
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = _nothing  # type: ignore[assignment]

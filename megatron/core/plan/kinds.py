@@ -124,26 +124,42 @@ def _keep_latent_attention(config: Config, branch: Branch, tokens: Tokens) -> It
     width = count_bytes(config)
     # Of a latent vector that is normalised both sides are kept.
     latents = (config.kv_lora_rank + (config.q_lora_rank or 0)) * (2 if config.qk_layernorm else 1)
-    yield Kept("latent vectors", tokens.own * (latents + config.qk_pos_emb_head_dim) * width, place="qkv_linear")
-    per_head = tokens.all * width / config.tensor_model_parallel_size * config.num_attention_heads
-    # Of two widths the flash kernel gets the narrower one filled up, and keeps the copy and an output of that width.
-    # What is passed around context-parallel ranks is left as it is.
-    goes_round = config.context_parallel_size > 1 and branch.options.context_exchange == "p2p"
-    takes_one = config.attention_backend in ("auto", "flash") and not goes_round
-    is_padded = takes_one and config.query_width != config.value_width
-    padded = max(config.query_width, config.value_width)
-    queries, values = 2 * per_head * config.query_width, per_head * config.value_width
-    if is_padded and config.query_width < padded:
-        yield Kept("queries and keys, as wide as values", 2 * per_head * padded, None, "core_attn", has_gradient=True)
-    else:
-        yield Kept("queries and keys", queries, "mla_up_proj", "core_attn", has_gradient=True)
-    if is_padded and config.value_width < padded:
-        yield Kept("values, as wide as keys", per_head * padded, None, "core_attn", has_gradient=True)
-    else:
-        yield Kept("values", values, "mla_up_proj", "core_attn", has_gradient=True)
-    if is_padded:
-        yield Kept("the kernel's own output", per_head * padded, place="core_attn")
+    narrow = tokens.own * (latents + config.qk_pos_emb_head_dim) * width
+    yield Kept("latent vectors", narrow, place="qkv_linear", is_factor=True)
+    per_channel = tokens.all * width / config.tensor_model_parallel_size * config.num_attention_heads
+    queries, values, positions = config.query_width, config.value_width, config.qk_pos_emb_head_dim
+    # Of two widths the flash kernel gets the narrower one filled up, and keeps the copy and an output of that width;
+    # what is passed around context-parallel ranks is left as it is.
+    fills_up = config.attention_backend in ("auto", "flash") and not _goes_round(config, branch)
+    filled = max(queries, values) if fills_up else 0
+    for name, channels, more, is_factor in (
+        ("queries", queries, filled - queries, True), ("keys", queries - positions, 0, True),
+        ("their positions", positions, filled - queries, False), ("values", values, filled - values, True),
+    ):  # fmt: skip
+        part = None if more > 0 else "mla_up_proj"
+        yield Kept(name, per_channel * channels, part, "core_attn", is_factor=is_factor, has_gradient=True)
+        yield Kept(f"what {name} are filled up with", per_channel * max(0, more), None, "core_attn", has_gradient=True)
+    if fills_up and queries != values:
+        yield Kept("the kernel's own output", per_channel * filled, place="core_attn")
     yield from _keep_output(config, tokens)
+
+
+def _goes_round(config: Config, branch: Branch) -> bool:
+    """Return whether keys and values are passed around context-parallel ranks."""
+    return config.context_parallel_size > 1 and branch.options.context_exchange == "p2p"
+
+
+def _take_for_ring(config: Config, branch: Branch, tokens: Tokens) -> float:
+    """Gradients of queries, and of keys and values here and under way, in float32, with the next rank's keys and
+    values."""
+    if not _goes_round(config, branch):
+        return 0.0
+    ranks, groups = config.tensor_model_parallel_size, config.num_attention_heads
+    if branch.kind == "attention":
+        groups = max(_count_groups(config, branch), ranks)
+    keys_and_values = groups * (config.query_width + config.value_width)
+    of_token = 4 * config.num_attention_heads * config.query_width + (8 + count_bytes(config)) * keys_and_values
+    return tokens.all / ranks * of_token
 
 
 def _keep_output(config: Config, tokens: Tokens) -> Iterator[Kept]:
@@ -251,10 +267,13 @@ def _keep_experts(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Ke
 _KINDS: dict[str, BranchKind] = {
     kind.name: kind
     for kind in (
-        BranchKind("attention", "*", "self_attention", _count_attention, _keep_attention, _count_scores, "per token"),
+        BranchKind(
+            "attention", "*", "self_attention", _count_attention, _keep_attention, _count_scores, "per token",
+            beside=_take_for_ring,
+        ),
         BranchKind(
             "latent_attention", "+", "self_attention", _count_latent_attention, _keep_latent_attention, _count_scores,
-            "per token",
+            "per token", beside=_take_for_ring,
         ),
         BranchKind(
             "sparse_attention", "D", "self_attention", _count_latent_attention, _keep_latent_attention, _count_scores,

@@ -31,7 +31,9 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from megatron.core.kernels import launching
 from megatron.core.tensor_parallel import cross_entropy, products
 from megatron.core.transformer import norms
-from megatron.core.transformer.moe import grouped_products
+from megatron.core.transformer.core_attention import select
+from megatron.core.transformer.core_attention.block_kernels import CPUFlashKernel, Gradients, Rule
+from megatron.core.transformer.moe import grouped_products, permutation
 from megatron.training.launch.dry_memo import OperationMemo
 
 _OURS = f"{Path(__file__).resolve().parents[2]}/"
@@ -171,6 +173,9 @@ def count_flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> in
     if name in _ATTENTION:
         shapes = [args[index].shape for index in range(3 + _ATTENTION[name])]
         return int(sdpa_backward_flop_count(*shapes) if _ATTENTION[name] else sdpa_flop_count(*shapes))
+    if name in ("mm", "addmm"):
+        # With a wider number format of the result there are more operands, which torch's formulas do not know.
+        args, kwargs = [operand for operand in args if isinstance(operand, Tensor)], {}
     count = flop_registry.get(func._overloadpacket)
     return 0 if count is None else int(count(*args, **kwargs, out_val=result))
 
@@ -209,6 +214,30 @@ def rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | N
     return result
 
 
+class _FilledUp(CPUFlashKernel):
+    """The CPU's flash kernel, whose operands are filled up to one width, as the kernels of GPUs want them."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+        """See BlockKernel."""
+        width, widest = v.shape[-1], max(k.shape[-1], v.shape[-1])
+        out, log_sum = super().forward(*(_fill_up(x, widest) for x in (q, k, v)), rule)
+        return out[..., :width], log_sum
+
+    def backward(
+        self, grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], merged: tuple[Tensor, Tensor], rule: Rule
+    ) -> Gradients:
+        """See BlockKernel."""
+        (q, k, v), (out, log_sum) = inputs, merged
+        widest = max(k.shape[-1], v.shape[-1])
+        grad, out, *filled = (_fill_up(x, widest) for x in (grad, out, q, k, v))
+        found = super().backward(grad, tuple(filled), (out, log_sum), rule)  # type: ignore[arg-type]
+        return tuple(x[..., : of.shape[-1]] for x, of in zip(found, inputs, strict=True))  # type: ignore[return-value]
+
+
+def _fill_up(x: Tensor, width: int) -> Tensor:
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
 def _is_never_cpu(place: Any) -> bool:
     return False
 
@@ -244,7 +273,8 @@ def ready(recorder: DryRecorder) -> Iterator[None]:
         (torch.UntypedStorage, "data_ptr", find_address), (F, "rms_norm", rms_norm),
         # Where the program asks on what it computes: in the kernels of a GPU, which take and leave other memory.
         (products, "is_cpu", _is_never_cpu), (cross_entropy, "is_cpu", _is_never_cpu), (norms, "is_cpu", _is_never_cpu),
-        (launching, "is_cpu", _is_never_cpu), (launching, "launch", launch),
+        (launching, "is_cpu", _is_never_cpu), (launching, "launch", launch), (permutation, "is_cpu", _is_never_cpu),
+        (products, "has_wide_sums", lambda device, dtype: True), (select, "CPUFlashKernel", _FilledUp),
         (launching, "kernels_work", lambda device: importlib.util.find_spec("triton") is not None),
         (grouped_products, "grouped_mm_works", lambda widths, dtype, device: dtype == torch.bfloat16),
     ]  # fmt: skip
