@@ -8,14 +8,35 @@ before it is added; emulated, both operands and the result of a product are ther
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.core.plan.branch_kind import Tokens
+from megatron.core.plan.kinds import find_kind
 from megatron.core.plan.model_plan import Branch
+from megatron.core.plan.read import read_plan
+from megatron.core.plan.stages import StageContent
+from megatron.planner.memory import Workload
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def count_rounded_weights(model: TransformerConfig, chunks: Sequence[StageContent], workload: Workload) -> float:
+    """Bytes of the weights that linear layers keep in 8 bits from their first product of a step to its end."""
+    if not model.rounded_weight_bytes:
+        return 0.0
+    plan, ranks, elements = read_plan(model), model.tensor_model_parallel_size, 0.0
+    expert_ranks = model.expert_model_parallel_size * (model.expert_tensor_parallel_size or ranks)
+    for content in chunks:
+        layers = plan.decoder[content.layers.start : content.layers.stop]
+        layers += plan.prediction if content.has_prediction else ()
+        for branch in (branch for layer in layers for branch in layer.branches if branch.low_precision):
+            count = find_kind(branch.kind).count(model, branch)
+            elements += count.matrices / ranks + count.expert_matrices / expert_ranks + count.projections
+        if content.has_loss and model.fp8_output_proj:
+            elements += workload.padded_vocab_size * model.hidden_size / ranks
+    return elements * model.rounded_weight_bytes
 
 
 class _Product(NamedTuple):
@@ -48,9 +69,9 @@ def _list_products(model: TransformerConfig, branch: Branch, tokens: Tokens) -> 
     """In the order of forward."""
     hidden, ranks, inner = model.hidden_size, model.tensor_model_parallel_size, 2 if model.gated_linear_unit else 1
     if branch.kind == "mlp":
-        width = (branch.options.ffn_hidden_size or model.ffn_hidden_size) / ranks
-        yield _Product(hidden, inner * width, tokens.all)
-        yield _Product(width, hidden, tokens.all)
+        of_rank = (branch.options.ffn_hidden_size or model.ffn_hidden_size or 0) / ranks
+        yield _Product(hidden, inner * of_rank, tokens.all)
+        yield _Product(of_rank, hidden, tokens.all)
     elif branch.kind == "experts":
         sharers = model.expert_tensor_parallel_size or 1
         rows, width = tokens.all / ranks * model.moe_router_topk * sharers, (model.moe_ffn_hidden_size or 0) / sharers

@@ -4,8 +4,7 @@
 memory.py gives the figures of the reference system, which users compare; this is what our own layers keep, so that a
 plan can say what fits. It is proven within 3 % against steps on a device that counts memory (tests/fake_device).
 
-    state         weight, gradient, main weight and moments in their number formats, divided over the replicas by the
-                  distributed optimizer or FSDP2, which also gathers weights (`_count_state_bytes`)
+    state         weights, gradients and optimizer state (state_memory.py), and weights rounded to 8 bits (few_bits.py)
     kept          what one layer keeps of one microbatch for backward (`list_kept`): a table by tensor, of which
                   recomputation leaves rows out
     in flight     the schedule's own table of forwards and backwards is walked through
@@ -38,8 +37,9 @@ from megatron.core.plan.read import read_plan
 from megatron.core.plan.stages import StageContent, build_pipeline_layout, build_virtual_stages
 from megatron.core.tensor_parallel.offloaded_activations import PREFETCHED_GROUPS
 from megatron.core.transformer.execution.activation_policy import divide_layers
-from megatron.planner.few_bits import count_product_temporaries
-from megatron.planner.memory import Workload, count_layers, find_recomputed_parts
+from megatron.planner.few_bits import count_product_temporaries, count_rounded_weights
+from megatron.planner.memory import Workload, find_recomputed_parts
+from megatron.planner.state_memory import count_rank_parameters, count_state_bytes
 
 if TYPE_CHECKING:
     from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -47,11 +47,8 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 _MEGABYTE = 1024 * 1024
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 _READ_FIRST = ("core_attn", "attn_proj", "mlp_act", "moe_act")
 """Parts whose tensors backward of a branch begins with."""
-_STATE_TENSORS = {"sgd": 1, "lion": 1, "muon": 1}
-"""Tensors of the parameters' size that an update rule keeps; two for every other one."""
 
 
 @dataclass(frozen=True)
@@ -85,18 +82,20 @@ def predict_step_memory(
     for rank in range(shape.stages):
         chunks = [contents[shape.index(rank, chunk)] for chunk in range(shape.chunks)]
         dense, experts = count_rank_parameters(model, workload, chunks)
-        state = _count_state_bytes(model, replicas, optimizer, workload, dense, experts)
+        state = count_state_bytes(model, replicas, optimizer, workload, dense, experts)
         stages = [_describe_chunk(model, replicas, workload, content) for content in chunks]
         program = pipeline.program(rank, workload.num_microbatches)
         # Divided weights are gone after each product, and what they were rounded to with them.
-        rounded = 0.0 if replicas.use_torch_fsdp2 else _count_rounded_weights(model, chunks, workload)
+        rounded = 0.0 if replicas.use_torch_fsdp2 else count_rounded_weights(model, chunks, workload)
         found.append(StepMemory(dense + experts, state, rounded + _walk(program, stages, overlaps=pipeline.overlap)))
     return found
 
 
 def describe_pipeline(model: TransformerConfig) -> Pipeline:
     """The pipeline that the settings describe."""
-    return Pipeline.of_stages(model, model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size or 1)
+    return Pipeline.of_stages(
+        model, model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size or 1
+    )
 
 
 def build_model_tables(model: TransformerConfig, microbatches: int) -> list[list[Action]]:
@@ -113,87 +112,6 @@ def describe_step_memory(stages: Sequence[StepMemory]) -> str:
         f"A step of this program holds at most{where}: weight and optimizer={found.state / _MEGABYTE:.2f} MB, "
         f"activation={found.activations / _MEGABYTE:.2f} MB, total={found.total / _MEGABYTE:.2f} MB"
     )
-
-
-# ---- state
-
-
-def count_rank_parameters(
-    model: TransformerConfig, workload: Workload, chunks: Sequence[StageContent]
-) -> tuple[float, float]:
-    """Elements on a process: outside of experts, and of experts. Biases and positions are left out."""
-    plan, ranks = read_plan(model), model.tensor_model_parallel_size
-    table = workload.padded_vocab_size * model.hidden_size / ranks
-    dense = experts = 0.0
-    has_table = False
-    for content in chunks:
-        layers = plan.decoder[content.layers.start : content.layers.stop]
-        layers += plan.prediction if content.has_prediction else ()
-        count = count_layers(model, layers, has_final_norm=content.ends_decoder)
-        dense += count.matrices / ranks + count.replicated
-        experts += count.expert_matrices
-        for is_there, is_own in (
-            (content.has_embedding or content.has_prediction, False),
-            (content.has_loss, workload.has_output_layer),
-        ):
-            # Tied tables are one where they meet on a process.
-            if is_there and (is_own or not has_table):
-                dense += table
-                has_table = has_table or not is_own
-    return dense, experts / (model.expert_model_parallel_size * (model.expert_tensor_parallel_size or ranks))
-
-
-def _count_rounded_weights(model: TransformerConfig, chunks: Sequence[StageContent], workload: Workload) -> float:
-    """Bytes of the weights that linear layers keep in 8 bits from their first product of a step to its end."""
-    if not model.rounded_weight_bytes:
-        return 0.0
-    plan, ranks, elements = read_plan(model), model.tensor_model_parallel_size, 0.0
-    expert_ranks = model.expert_model_parallel_size * (model.expert_tensor_parallel_size or ranks)
-    for content in chunks:
-        layers = plan.decoder[content.layers.start : content.layers.stop]
-        layers += plan.prediction if content.has_prediction else ()
-        for branch in (branch for layer in layers for branch in layer.branches if branch.low_precision):
-            count = find_kind(branch.kind).count(model, branch)
-            elements += count.matrices / ranks + count.expert_matrices / expert_ranks + count.projections
-        if content.has_loss and model.fp8_output_proj:
-            elements += workload.padded_vocab_size * model.hidden_size / ranks
-    return elements * model.rounded_weight_bytes
-
-
-def count_gradient_bytes(model: TransformerConfig, replicas: DistributedDataParallelConfig) -> int:
-    """Bytes of an element of the gradients; in float32 where they are summed so, else as the weights."""
-    return 2 if (model.bf16 or model.fp16) and not replicas.grad_reduce_in_fp32 else 4
-
-
-def _count_state_bytes(
-    model: TransformerConfig,
-    replicas: DistributedDataParallelConfig,
-    optimizer: OptimizerConfig,
-    workload: Workload,
-    dense: float,
-    experts: float,
-) -> float:
-    """Bytes of weights, gradients and optimizer state of a process with so many parameters."""
-    weight = count_bytes(model)
-    gradient = count_gradient_bytes(model, replicas)
-    moments = [_BYTES[optimizer.exp_avg_dtype], _BYTES[optimizer.exp_avg_sq_dtype]]
-    kept: float = sum(moments[: _STATE_TENSORS.get(optimizer.optimizer, 2)])
-    # In float32 the weights themselves are what the optimizer updates.
-    kept += _BYTES[optimizer.main_params_dtype] if weight == 2 else 0
-    kept *= 1 - workload.offloaded_state
-    num_replicas = workload.data_parallel_size * model.context_parallel_size
-    ranks = model.tensor_model_parallel_size
-    expert_ranks = model.expert_model_parallel_size * (model.expert_tensor_parallel_size or ranks)
-    total = 0.0
-    for elements, copies in ((dense, num_replicas), (experts, num_replicas * ranks / expert_ranks)):
-        if replicas.use_torch_fsdp2:
-            # The optimizer's float32 shards are the only ones: 16-bit weights exist gathered, and in no other form.
-            total += elements * (4 + gradient + sum(moments) * (1 - workload.offloaded_state)) / copies
-        elif replicas.use_distributed_optimizer:
-            total += elements * (weight + gradient + kept / copies)
-        else:
-            total += elements * (weight + gradient + kept)
-    return total
 
 
 # ---- activations
@@ -277,7 +195,9 @@ def _describe_chunk(
     waiting = 0.0
     if model.defers_weight_gradients or model.delays_weight_gradients:
         of_grads = tokens.all * model.hidden_size * count_bytes(model)
-        waiting = sum(of_grads + sum(row.bytes for row in rows if row.is_factor) for layer in branches for rows in layer)
+        waiting = sum(
+            of_grads + sum(row.bytes for row in rows if row.is_factor) for layer in branches for rows in layer
+        )
     forward = 0.0
     if content.ends_decoder:
         kept += 2 * hidden  # the last layer's output, and what the final norm makes of it

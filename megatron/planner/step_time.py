@@ -32,7 +32,8 @@ from megatron.core.transformer.execution.activation_policy import divide_layers
 from megatron.planner.devices import Device
 from megatron.planner.links import Link
 from megatron.planner.memory import Workload, find_recomputed_parts
-from megatron.planner.step_memory import build_model_tables, count_gradient_bytes, count_rank_parameters, count_tokens
+from megatron.planner.state_memory import count_gradient_bytes, count_rank_parameters
+from megatron.planner.step_memory import build_model_tables, count_tokens
 from megatron.planner.throughput import count_training_flops_per_token
 
 if TYPE_CHECKING:

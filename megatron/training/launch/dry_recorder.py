@@ -220,7 +220,7 @@ class _FilledUp(CPUFlashKernel):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
         """See BlockKernel."""
         width, widest = v.shape[-1], max(k.shape[-1], v.shape[-1])
-        out, log_sum = super().forward(*(_fill_up(x, widest) for x in (q, k, v)), rule)
+        out, log_sum = super().forward(_fill_up(q, widest), _fill_up(k, widest), _fill_up(v, widest), rule)
         return out[..., :width], log_sum
 
     def backward(

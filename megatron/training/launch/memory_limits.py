@@ -25,13 +25,13 @@ from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import Group
 from megatron.planner.levers import Lever, list_levers
 from megatron.planner.memory import MemoryEstimate, Workload, estimate_memory
+from megatron.planner.state_memory import count_copies, count_element_bytes
 from megatron.training.config.container import RunConfig
 from megatron.training.config.run_groups import group_classes, groups_of_fields
 
 _NUM_LEVERS = 3
 # What saves less is not worth a restart.
 _LEAST_SHARE = 0.02
-_STATE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 
 
 def refuse_oversize(
@@ -64,28 +64,18 @@ def refuse_oversize(
 def _count_training_bytes(config: RunConfig, parameter: nn.Parameter, own_optimizer: bool) -> float:
     """Bytes that certainly belong to a parameter on this process while it is trained."""
     ddp, optimizer = config.ddp, config.optimizer
-    replicas = _count_replicas(config, of_experts=get_placement(parameter, "").is_expert)
-    weight, gradient, state = parameter.element_size(), 0, 0.0
-    if parameter.requires_grad and not config.validation.skip_train:
-        gradient = 4 if ddp.grad_reduce_in_fp32 else weight
-        if optimizer.optimizer == "adam" and not own_optimizer:
-            moments = _STATE_BYTES[optimizer.exp_avg_dtype] + _STATE_BYTES[optimizer.exp_avg_sq_dtype]
-            state = moments + (_STATE_BYTES[optimizer.main_params_dtype] if weight < 4 else 0)
-        # The host's memory is asked for where it is taken.
-        if optimizer.optimizer_cpu_offload and not device_module.is_cpu(device_module.current_device()):
-            state *= 1 - optimizer.optimizer_offload_fraction
-    bytes_per_element: float = weight + gradient + state / (replicas if ddp.use_distributed_optimizer else 1)
-    # Fully sharded, every one of the three is divided.
-    return parameter.numel() * bytes_per_element / (replicas if ddp.use_torch_fsdp2 else 1)
-
-
-def _count_replicas(config: RunConfig, *, of_experts: bool) -> int:
-    """Processes that hold the same shard of a dense weight, or of a weight of experts."""
-    model = config.model
-    if not of_experts:
-        return config.data_parallel_size * model.context_parallel_size
-    experts = model.expert_model_parallel_size * (model.expert_tensor_parallel_size or model.tensor_model_parallel_size)
-    return max(1, config.world_size // (experts * model.pipeline_model_parallel_size))
+    weight = parameter.element_size()
+    is_trained = parameter.requires_grad and not config.validation.skip_train
+    gradient = (4 if ddp.grad_reduce_in_fp32 else weight) if is_trained else 0
+    # The host's memory is asked for where it is taken.
+    offloads = optimizer.optimizer_cpu_offload and not device_module.is_cpu(device_module.current_device())
+    offloaded = optimizer.optimizer_offload_fraction if offloads else 0.0
+    copies = count_copies(config.model, config.data_parallel_size, of_experts=get_placement(parameter, "").is_expert)
+    # Of a program's own optimizer, of whose state nothing is known, none counts.
+    each = count_element_bytes(
+        ddp, optimizer, weight=weight, gradient=gradient, copies=copies, offloaded=1.0 if own_optimizer else offloaded
+    )
+    return parameter.numel() * each
 
 
 def explain_memory_shortage(error: BaseException, config: RunConfig, workload: Workload | None) -> str | None:
