@@ -83,7 +83,7 @@ def _list_products(model: TransformerConfig, branch: Branch, tokens: Tokens) -> 
         yield _Product(hidden, (heads + 2 * max(groups, ranks)) * model.query_width / ranks, tokens.all)
         yield _Product(heads * model.value_width / ranks, hidden, tokens.all)
     elif branch.kind == "latent_attention":
-        heads, to_keys = model.num_attention_heads / ranks, model.qk_head_dim + model.v_head_dim
-        yield _Product(model.q_lora_rank or hidden, heads * model.query_width, tokens.all)
-        yield _Product(model.kv_lora_rank, heads * to_keys, tokens.all)
-        yield _Product(heads * model.value_width, hidden, tokens.all)
+        of_rank, to_keys = model.num_attention_heads / ranks, model.qk_head_dim + model.v_head_dim
+        yield _Product(model.q_lora_rank or hidden, of_rank * model.query_width, tokens.all)
+        yield _Product(model.kv_lora_rank, of_rank * to_keys, tokens.all)
+        yield _Product(of_rank * model.value_width, hidden, tokens.all)

@@ -115,7 +115,11 @@ def _draw_formats(chooser: random.Random) -> list[str]:
     what = chooser.choice(["bf16", "bf16", "bf16", "fp16", "fp32", "fp8", "moments"])
     return {
         "fp16": ["--fp16"], "fp32": [],
-        "fp8": [f"--bf16 --fp8-format hybrid --fp8-recipe {chooser.choice(['tensorwise', 'delayed'])}"],
+        # Blocks of values have no kernel here, and are emulated.
+        "fp8": [
+            "--bf16 --fp8-format hybrid --fp8-recipe "
+            + chooser.choice(["tensorwise", "delayed", "blockwise --fp8-emulation", "mxfp8 --fp8-emulation"])
+        ],
         "moments": [
             "--bf16 --use-precision-aware-optimizer --use-distributed-optimizer "
             f"--exp-avg-dtype {chooser.choice(['bf16', 'fp32'])} --exp-avg-sq-dtype bf16 --main-grads-dtype "
@@ -174,6 +178,7 @@ def main() -> int:
     for one in drawn:
         answer = run(library, [one])[one.name]
         if isinstance(answer, str):
+            # A layout that no run has is no good.
             print(f"failed   {one.name}\n{answer}\n  {one.layout} {one.flags}", flush=True)
             continue
         worst = find_worst(answer)

@@ -267,10 +267,17 @@ def ready(recorder: DryRecorder) -> Iterator[None]:
         # Its results are there, without values, before it begins.
         recorder.kernels += 0 not in grid
 
+    attend_exactly = F.scaled_dot_product_attention
+
+    def attend(*operands: Tensor, dropout_p: float = 0.0, **options: Any) -> Tensor:
+        # With dropout the CPU stores all scores, and the kernels of GPUs the state of a generator.
+        return attend_exactly(*operands, **options)
+
     stand_ins: list[tuple[Any, str, Any]] = [
         (dist, "all_gather_object", all_gather_object), (dist, "broadcast_object_list", broadcast_object_list),
         (FakeTensor, "tolist", lambda tensor: recorder.read(tensor, True)),
         (torch.UntypedStorage, "data_ptr", find_address), (F, "rms_norm", rms_norm),
+        (F, "scaled_dot_product_attention", attend),
         # Where the program asks on what it computes: in the kernels of a GPU, which take and leave other memory.
         (products, "is_cpu", _is_never_cpu), (cross_entropy, "is_cpu", _is_never_cpu), (norms, "is_cpu", _is_never_cpu),
         (launching, "is_cpu", _is_never_cpu), (launching, "launch", launch), (permutation, "is_cpu", _is_never_cpu),

@@ -360,3 +360,14 @@ def test_what_is_computed_again_is_freed_at_the_end_of_its_block() -> None:
     del outer
     assert freed[0]() is None
     assert torch.autograd.grad(result, weight)[0].tolist() == [4.0, 6.0]
+
+
+def test_what_backward_does_not_reach_is_freed() -> None:
+    """An operation that keeps its own result for backward does not hold itself, whatever way others are meant for."""
+    x = torch.ones(4, requires_grad=True)
+    other = torch.ones(3)
+    with keep_as(other, Recomputed(lambda: torch.ones(3))):
+        result = x.exp()
+    freed = weakref.ref(result)
+    del result
+    assert freed() is None
