@@ -58,6 +58,14 @@ def count_product_temporaries(model: TransformerConfig, branch: Branch, tokens: 
     return (found[0], found[-1]) if branch.kind in ("attention", "mlp") else (max(found), max(found))
 
 
+def count_head_temporaries(model: TransformerConfig, tokens: Tokens, workload: Workload) -> float:
+    """Bytes that the weight gradient of the output layer takes."""
+    if model.few_bits_recipe is None or not model.fp8_output_proj:
+        return 0.0
+    rows = workload.padded_vocab_size / model.tensor_model_parallel_size
+    return _count(model, _Product(model.hidden_size, rows, tokens.all))
+
+
 def _count(model: TransformerConfig, product: _Product) -> float:
     inputs, outputs, rows = product
     if model.multiplies_few_bits_natively:

@@ -37,7 +37,7 @@ from megatron.core.plan.read import read_plan
 from megatron.core.plan.stages import StageContent, build_pipeline_layout, build_virtual_stages
 from megatron.core.tensor_parallel.offloaded_activations import PREFETCHED_GROUPS
 from megatron.core.transformer.execution.activation_policy import divide_layers
-from megatron.planner.few_bits import count_product_temporaries, count_rounded_weights
+from megatron.planner.few_bits import count_head_temporaries, count_product_temporaries, count_rounded_weights
 from megatron.planner.memory import Workload, find_recomputed_parts
 from megatron.planner.state_memory import count_rank_parameters, count_state_bytes
 
@@ -199,6 +199,8 @@ def _describe_chunk(
             of_grads + sum(row.bytes for row in rows if row.is_factor) for layer in branches for rows in layer
         )
     forward = 0.0
+    if content.has_embedding and model.hidden_dropout:
+        kept += tokens.own * model.hidden_size  # which elements are dropped
     if content.ends_decoder:
         kept += 2 * hidden  # the last layer's output, and what the final norm makes of it
     if content.has_loss:
@@ -212,7 +214,8 @@ def _describe_chunk(
             forward += 2 * head  # gathered, and in backward its gradient before that is divided
         # The gradient of its input; with sequence parallelism that of all tokens, with all tokens' input.
         whole = tokens.all * model.hidden_size * count_bytes(model)
-        backward = max(backward, forward + whole + (whole + hidden if model.sequence_parallel else 0.0))
+        rounding = count_head_temporaries(model, tokens, workload)
+        backward = max(backward, forward + rounding + whole + (whole + hidden if model.sequence_parallel else 0.0))
     return _Chunk(
         kept, waiting, forward, max(backward, forward), recorded, entering, 0.0 if content.has_loss else stream
     )

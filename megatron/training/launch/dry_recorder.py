@@ -269,15 +269,19 @@ def ready(recorder: DryRecorder) -> Iterator[None]:
 
     attend_exactly = F.scaled_dot_product_attention
 
-    def attend(*operands: Tensor, dropout_p: float = 0.0, **options: Any) -> Tensor:
+    def attend(*operands: Any, dropout_p: float = 0.0, **options: Any) -> Tensor:
         # With dropout the CPU stores all scores, and the kernels of GPUs the state of a generator.
         return attend_exactly(*operands, **options)
+
+    def drop(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        # One byte an element says what a GPU's kernel has dropped; the CPU keeps the factors themselves.
+        return torch.native_dropout(x, p, True)[0] if training and p > 0.0 else x
 
     stand_ins: list[tuple[Any, str, Any]] = [
         (dist, "all_gather_object", all_gather_object), (dist, "broadcast_object_list", broadcast_object_list),
         (FakeTensor, "tolist", lambda tensor: recorder.read(tensor, True)),
         (torch.UntypedStorage, "data_ptr", find_address), (F, "rms_norm", rms_norm),
-        (F, "scaled_dot_product_attention", attend),
+        (F, "scaled_dot_product_attention", attend), (F, "dropout", drop),
         # Where the program asks on what it computes: in the kernels of a GPU, which take and leave other memory.
         (products, "is_cpu", _is_never_cpu), (cross_entropy, "is_cpu", _is_never_cpu), (norms, "is_cpu", _is_never_cpu),
         (launching, "is_cpu", _is_never_cpu), (launching, "launch", launch), (permutation, "is_cpu", _is_never_cpu),
