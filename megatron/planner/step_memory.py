@@ -251,9 +251,9 @@ def _walk_back(
                 most = max(most, beside + again + _count_gradients(model, branch, of_branch, tokens))
                 if in_graphs:
                     continue
-                for row, bytes_left in zip(of_branch, stays, strict=True):
-                    if not (keeps_factors and row.is_factor):
-                        beside -= row.bytes if unit.is_recomputed else bytes_left
+                sizes = [row.bytes for row in of_branch] if unit.is_recomputed else stays
+                waits = [keeps_factors and row.is_factor for row in of_branch]
+                beside -= sum(0.0 if late else size for late, size in zip(waits, sizes, strict=True))
                 beside += width * (tokens.all if keeps_factors else 0.0)
     return most
 
