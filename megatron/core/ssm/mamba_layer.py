@@ -52,4 +52,4 @@ class MambaLayer(TransformerLayer):
             other_kinds={"mamba": submodules.mixer},
             weight_names=submodules.weight_names,
         )
-        super().__init__(config, parts, number, pg_collection, execution_type=execution_type, plan=plan)
+        super().__init__(config, parts, number, pg_collection=pg_collection, execution_type=execution_type, plan=plan)
