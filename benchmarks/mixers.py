@@ -86,7 +86,7 @@ def build_config(kind: Kind) -> TransformerConfig:
 def build_ours(kind: Kind) -> StateMixer:
     """Our layer."""
     parts = StateMixerSubmodules(ColumnParallelLinear, RowParallelLinear)
-    mixer = kind.mixer(build_config(kind), parts, 1, ProcessGroupCollection.single())
+    mixer = kind.mixer(build_config(kind), parts, layer_number=1, pg_collection=ProcessGroupCollection.single())
     initialise_parameters(mixer, seed=1)
     return mixer
 

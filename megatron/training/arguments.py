@@ -165,4 +165,7 @@ def core_transformer_config_from_args(
         # Under either name a script may have changed it; ours counts where both were.
         if field in values and config is not None and values[field] == getattr(config.model, field):
             values[field] = getattr(args, name, values[field])
+    # It follows from bf16 and fp16 as they are now, unless somebody has given it.
+    if config is not None and values.get("params_dtype") == args._parsed["params_dtype"]:
+        values["params_dtype"] = config.model.params_dtype
     return config_class(**values)

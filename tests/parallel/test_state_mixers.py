@@ -56,7 +56,8 @@ def run_mixer(kind: str, sizes: dict[str, int], is_packed: bool) -> dict[str, Te
         num_layers=2, hidden_size=HIDDEN, num_attention_heads=6, normalization="RMSNorm", init_method_std=0.2,
         tensor_model_parallel_size=tp, context_parallel_size=cp, sequence_parallel="sp" in sizes, **WIDTHS | widths,
     )  # fmt: skip
-    mixer = mixer_class(config, StateMixerSubmodules(ColumnParallelLinear, RowParallelLinear), 1, groups)
+    submodules = StateMixerSubmodules(ColumnParallelLinear, RowParallelLinear)
+    mixer = mixer_class(config, submodules, layer_number=1, pg_collection=groups)
     initialise_parameters(mixer, seed=5)
     torch.manual_seed(1)
     batch = 1 if is_packed else 2

@@ -96,7 +96,8 @@ class IndexedDataset:
         return self.path_prefix, self.multimodal, self.mmap, self.index_directory
 
     def __setstate__(self, state: tuple[str, bool, bool, str | None]) -> None:
-        self.__init__(*state)  # type: ignore[misc]
+        path_prefix, multimodal, mmap, index_directory = state
+        self.__init__(path_prefix, multimodal, mmap, index_directory=index_directory)  # type: ignore[misc]
 
     def __len__(self) -> int:
         """Number of sequences."""

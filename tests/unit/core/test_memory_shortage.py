@@ -187,12 +187,12 @@ def count_weights(run: Run) -> int:
 
 
 def test_a_model_is_refused_only_where_it_cannot_fit(limit: Limit) -> None:
-    """Float32 with Adam: 4 bytes of weight, 4 of gradient, 8 of moments."""
+    """Float32 with Adam: 4 bytes of weight, 4 of gradient, 8 of moments; SGD has 4 of momentum."""
     number = count_weights(prepare())
     limit(4 * number - 1)
     with pytest.raises(MemoryShortageError, match=r"the parameters of this process take .* this machine has"):
         prepare()
-    for flags, needed in (((), 16), (("--optimizer", "sgd"), 8), (("--bf16",), 2 + 4 + 4 + 8)):
+    for flags, needed in (((), 16), (("--optimizer", "sgd"), 12), (("--bf16",), 2 + 4 + 4 + 8)):
         limit(needed * number - 1)
         with pytest.raises(MemoryShortageError, match="weights, gradients and optimizer state of rank 0 take"):
             prepare(*flags)

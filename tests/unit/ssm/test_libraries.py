@@ -107,7 +107,8 @@ def test_the_log_says_what_context_parallel_ranks_send(tokens: int, said: str) -
     assert described["states over context-parallel ranks"] == said
     # Layers decide by the same function.
     with FakeTensorMode(), torch.no_grad():
-        mixer = MambaMixer(NEMOTRON_H_8B, StateMixerSubmodules(ColumnParallelLinear, RowParallelLinear), 1, groups)
+        submodules = StateMixerSubmodules(ColumnParallelLinear, RowParallelLinear)
+        mixer = MambaMixer(NEMOTRON_H_8B, submodules, layer_number=1, pg_collection=groups)
         inputs = mixer.sketch_inputs(tokens // 16, 2, torch.bfloat16)
     assert Pieces(groups.cp, tokens, None, torch.device("cpu")).moves_heads(inputs) == said.startswith("tokens")
 

@@ -33,7 +33,7 @@ def build(mixer_class: type[StateMixer], tp: int = 1, **widths: Any) -> StateMix
         init_method_std=0.2, tensor_model_parallel_size=tp, **widths,
     )  # fmt: skip
     submodules = StateMixerSubmodules(ColumnParallelLinear, RowParallelLinear)
-    mixer = mixer_class(config, submodules, 1, pretend(0, tp=tp, dp=1))
+    mixer = mixer_class(config, submodules, layer_number=1, pg_collection=pretend(0, tp=tp, dp=1))
     initialise_parameters(mixer, seed=5)
     return mixer
 
