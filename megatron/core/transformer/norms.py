@@ -126,9 +126,6 @@ class Norm(MegatronModule, ABC):
         return self.joins_stream and self._runs_kernel(x, *others)
 
     def _runs_kernel(self, *tensors: Tensor | None) -> bool:
-        # Asked several times of every token's layer: what sends the CPU away comes first.
-        if tensors[0] is not None and is_cpu(tensors[0]):
-            return False
         is_fit = self.is_fused and self.hidden_size <= _WIDEST
         return is_fit and launching.uses_kernels(*tensors, self.weight)
 
