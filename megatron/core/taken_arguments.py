@@ -48,7 +48,7 @@ def take_arguments(names: str, instead: str = "it has no effect here") -> Callab
                 if wanted is ... or value is None or (type(value) is type(wanted) and value == wanted):
                     continue
                 called = type(args[0]).__name__ if first else function.__name__
-                raise ConfigError(f"{called}() has no {name} {value!r}: {instead}; leave it out")
+                raise ConfigError(f"{called}() has no {name} {value!r:.80}: {instead}; leave it out")
             return function(*args, **given)
 
         added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in accepted]
