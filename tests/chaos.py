@@ -51,7 +51,7 @@ class Attempt:
     begins_after: int
     """Iterations done before."""
     times: dict[int, float] = field(default_factory=dict)
-    """When each iteration was reported."""
+    """Iteration -> the moment at which it was reported."""
 
 
 def plan(steps: int, generator: random.Random, kills: int, saves: int, stops: int) -> list[Strike]:

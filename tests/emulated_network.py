@@ -38,7 +38,7 @@ _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x1, 0x1000
 _SIOCSIFFLAGS, _SIOCSIFADDR, _SIOCSIFNETMASK, _SIOCSIFTXQLEN = 0x8914, 0x8916, 0x891C, 0x8943
 _IFF_UP, _IFF_RUNNING = 0x1, 0x40
 _LONGEST_QUEUE_SECONDS = 0.5
-"""What would wait longer for a link of limited speed is lost, as in a router."""
+"""A packet that would wait longer for a link of limited speed is lost, as in a router."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class EmulatedNetwork:
                     os.write(self._hosts[target][1], packet)
 
     def _send(self, host: int, target: int, size: int, free_at: list[float]) -> float | None:
-        """When a packet arrives; None for one that is lost."""
+        """The moment at which a packet arrives; None for one that is lost."""
         self.sent_bytes[host] += size
         link, now = self.link, time.monotonic()
         if (host, target) in self.cut or random.random() < link.loss:

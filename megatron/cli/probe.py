@@ -44,7 +44,7 @@ _THIN = 128
 """Rows, or columns, of products by which the rate of narrow ones is found."""
 Runs = dict[str, Callable[[], object]]
 Rounds = dict[str, list[float]]
-"""What was run -> the seconds of one run, in each round."""
+"""Name -> the seconds of one run, in each round."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ def choose_sizes() -> Sizes:
 
 
 def list_runs(sizes: Sizes) -> Runs:
-    """What one process measures, by name."""
+    """The measurements of one process, by name."""
     import torch
     import torch.nn.functional as F
 
@@ -114,7 +114,7 @@ def list_runs(sizes: Sizes) -> Runs:
 
 
 def list_collectives(sizes: Sizes, world_size: int) -> Runs:
-    """What all processes measure together, by name."""
+    """The measurements that all processes make together, by name."""
     import torch
     import torch.distributed as dist
 
@@ -208,7 +208,7 @@ def measure_once(world_size: int) -> tuple[float, Rounds]:
 
 
 def measure(world_size: int, measure_again: Callable[[int], tuple[float, Rounds]] = measure_once) -> dict[str, Any]:
-    """What a row has of it; `unsteady` names the runs whose rounds do not agree after several attempts."""
+    """Fields of a row; `unsteady` names the runs whose rounds do not agree after several attempts."""
     peak, pooled, unsteady = 0.0, Rounds(), list[str]()
     for attempt in range(_ATTEMPTS):
         if attempt:

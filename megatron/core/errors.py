@@ -219,7 +219,7 @@ def _telling_launcher() -> Iterator[None]:
 
 
 def _explain(error: Exception) -> MegatronError | None:
-    """What has run out, as an error with a sentence; None for any other error."""
+    """Return an error whose sentence says which resource has run out; None for any other error."""
     if isinstance(error, OSError) and error.errno in _RUN_OUT:
         remedy = _RUN_OUT[error.errno]
         return StorageError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many files, sockets included, this process may have open."""
+"""The limit on the files, sockets included, that this process may have open."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import resource
 from megatron.core.errors import StorageError
 
 _OTHER_FILES = 512
-"""What a training process has open beside its data."""
+"""Of a training process, beside its data."""
 _FEWEST = 64
 """With fewer, libraries hang or crash at places of their own choice."""
 _PER_LOADER = 16
@@ -17,11 +17,13 @@ _PER_LOADER = 16
 
 def allow_open_files(count: int) -> int:
     """Raise this process's own limit so that `count` further files can be open, as far as the system permits; return
-    the limit."""
+    how many it may have open now, at least `count` where there is no limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + _OTHER_FILES
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    if soft == resource.RLIM_INFINITY:
         return wanted
+    if soft >= wanted:
+        return soft
     # Best effort: where the system refuses, opening the files will say which limit to raise.
     with contextlib.suppress(ValueError, OSError):
         allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

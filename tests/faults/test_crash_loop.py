@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron.core.errors import ConfigError
+from megatron.core.errors import ConfigError, NonFiniteError
 from megatron.training.launch.crash_loop import FAILURES, Failure, FailureRecord, describe_failure
 from megatron.training.loop import train
 from megatron.training.run import Run
@@ -65,6 +66,28 @@ def test_other_places_other_words_and_progress_are_no_loop(tmp_path: Path) -> No
     assert [line.get("iteration", "passed") for line in lines] == [4, 4, 4, "passed", 5, 5]
     run = _begin(tmp_path)
     run.hooks.on_close(run)
+
+
+def test_the_data_to_skip_are_those_of_the_iteration_that_has_gone_bad(tmp_path: Path) -> None:
+    """A value that is no number is found when values are read, which may be iterations later."""
+    for _ in range(3):
+        run = _begin(tmp_path, "--log-interval", "5", "--save-interval", "100")
+        replace_forward_step(run, _spoil(run, 3))
+        with pytest.raises(NonFiniteError, match="iteration 3: "):
+            train(run)
+        run.hooks.on_close(run)
+    with pytest.raises(ConfigError, match="at iteration [45]: iteration 3: .*--iterations-to-skip 3 passes over"):
+        _begin(tmp_path, "--log-interval", "5", "--save-interval", "100")
+
+
+def _spoil(run: Run, iteration: int) -> Any:
+    forward_step = run.recipe.forward_step
+
+    def spoil(*arguments: Any) -> Any:
+        output, loss = forward_step(*arguments)
+        return (output * math.nan if run.progress.iteration + 1 == iteration else output), loss
+
+    return spoil
 
 
 def test_what_ends_from_outside_does_not_count() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs out, what strangers send, and what a long run or a user's script leaves behind."""
+"""Resources that run out, bytes that strangers send, and traces that a long run or a user's script leaves."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ import torch
 from megatron.core.errors import command_line
 from megatron.core.open_files import allow_open_files
 from megatron.core.progress_record import ProgressRecord
-from megatron.training.loop import train
-from megatron.training.run import Run
 from tests.faults.test_training_faults import wait_for_rows
 from tests.faults.two_ranks import find_saved
 from tests.functional.pretrain_runs import TINY, finish, free_port, metrics, run, run_ranks, start
+from tests.support import tiny_training
 from tests.support.tiny_training import prepare, replace_forward_step
 
 
@@ -136,7 +135,7 @@ def test_R25_a_script_that_forks_in_its_step_does_not_hang() -> None:
         return forward_step(*arguments)
 
     replace_forward_step(run, fork_and_step)
-    _train(run)
+    tiny_training.finish(run)
 
 
 def test_R27_steps_leave_nothing_behind(tmp_path: Path) -> None:
@@ -155,15 +154,7 @@ def test_R27_steps_leave_nothing_behind(tmp_path: Path) -> None:
         return forward_step(*arguments)
 
     replace_forward_step(run, count_and_step)
-    _train(run)
+    tiny_training.finish(run)
     (objects, files, threads), (later_objects, later_files, later_threads) = counts[53], counts[73]
     assert (later_files, later_threads) == (files, threads)
     assert later_objects - objects < 20, "an object for each step would be one too many"
-
-
-def _train(run: Run) -> None:
-    try:
-        train(run)
-    finally:
-        run.hooks.on_close(run)
-        run.data.close()

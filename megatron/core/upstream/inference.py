@@ -130,7 +130,7 @@ class DynamicInferenceRequestRecord:
 
 
 class EngineState(enum.Enum):
-    """What a DynamicInferenceEngine is doing."""
+    """Phases of a DynamicInferenceEngine."""
 
     RUNNING = "running"
     PAUSED = "paused"
@@ -189,7 +189,7 @@ class InferenceConfig:
 
 
 class BaseInferenceContext:
-    """What contexts have in common."""
+    """Base of both contexts, which hold the limits of an engine."""
 
     def __init__(self, inference_config: InferenceConfig) -> None:
         self.inference_config = inference_config

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 
 from megatron.core.dist_checkpointing.agreement import on_first_rank
-from megatron.core.errors import say
+from megatron.core.errors import NonFiniteError, say
 from megatron.training.config.container import RunConfig
 from megatron.training.launch.crash_loop import (
     MOST_FAILURES,
@@ -58,8 +58,9 @@ class CrashLoopHook(Hook):
         sentence = describe_failure(error)
         if sentence is None:
             return
+        cause = error.iteration if isinstance(error, NonFiniteError) else None
         try:
-            self._record.add(Failure(self._attempt, self._iteration, sentence, self._settings))
+            self._record.add(Failure(self._attempt, self._iteration, sentence, self._settings, cause))
         except OSError as problem:
             _warn(problem)
             return

@@ -80,7 +80,7 @@ class MetricsFileHook(Hook):
             self._unwritten = rows
 
     def on_save(self, run: Run) -> None:
-        """Where this rank has become the first one, write what a lost one had no time to."""
+        """Write the rows that a lost first rank had no time to, if this rank has taken its place."""
         if run.is_first_rank and self._unwritten:
             last = max((row.get("iteration", 0) for row in read_rows(self.file.path)[0]), default=0)
             self._write_rows([row for row in self._unwritten if row.iteration > last])

@@ -37,6 +37,8 @@ class Failure:
     sentence: str
     settings: str
     """A digest of the settings that the failure may depend on."""
+    cause: int | None = None
+    """Iteration whose data has brought it about, where values that are read later have shown it."""
 
     @property
     def place(self) -> tuple[int, str, str]:
@@ -92,10 +94,11 @@ class FailureRecord:
         last = self.read()[-1]
         if last.settings != settings:
             return None
+        skipped = last.iteration if last.cause is None else last.cause
         return (
             f"--save {self.path.parent}: the run has failed {MOST_FAILURES} times in succession at iteration "
             f"{last.iteration}: {last.sentence}; it does not start again as it is: change its settings "
-            f"(--iterations-to-skip {last.iteration} passes over that data), or remove {self.path} when the cause is "
+            f"(--iterations-to-skip {skipped} passes over that data), or remove {self.path} when the cause is "
             "gone"
         )
 

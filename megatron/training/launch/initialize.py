@@ -103,39 +103,13 @@ def initialize(config: RunConfig, seat: Seat | None = None) -> Process:
     # Before anybody is met: a layout that does not fit is refused by every rank alone, without a time-out.
     grid = build_rank_grid(config, launch.world_size)
     timeout = timedelta(minutes=config.distributed.distributed_timeout_minutes)
-    presence = watch = connections = None
     # A program that has joined the processes itself (Ray's do) watches over them itself.
     if launch.agent_store and seat is None and not dist.is_initialized():
         # torchrun itself may be killed. What it has started would train on, while it is started again beside it.
         end_with_parent(os.getppid())
+    presence = watch = connections = None
     if launch.world_size > 1 and not dist.is_initialized():
-        backend = config.distributed.distributed_backend or device_module.choose_backend(device)
-        store = open_store(launch, timeout.total_seconds()) if seat is None else seat.store
-        patience = timeout.total_seconds() if seat is None else seat.patience_seconds
-        # Ranks with different flags would hang in a collective that only some of them reach; here they get a sentence.
-        gpu = device_module.identify_gpu(device) if backend == "nccl" else None
-        check = StartupCheck(store, launch.rank, launch.world_size, patience)
-        check.check(config.flag_values(), gpu, {"kernels in Triton": find_obstacle(device)})
-        # Never with `device_id`, although torch suggests it: communicators are then made at once, and sends and
-        # receives of pipeline stages go through that of their whole group, in one order with all else that it carries,
-        # where those that are posted early can wait for each other for ever.
-        connections = Connections()
-        if seat is not None:
-            seat.cut = connections.cut
-        with connections.noting():
-            dist.init_process_group(
-                backend=backend,
-                store=store,
-                rank=launch.rank,
-                world_size=launch.world_size,
-                timeout=timeout,
-            )
-        presence = Presence(launch, store)
-        watch = build_hang_watch(config, launch, store, connections.cut)
-        if seat is not None:
-            seat.give_back_later(presence.close)
-            if watch is not None:
-                seat.give_back_later(watch.close)
+        presence, watch, connections = _join(config, launch, seat, device)
     with contextlib.nullcontext() if connections is None else connections.noting():
         urgent = config.distributed.high_priority_stream_groups
         groups = ProcessGroupCollection.build(grid, launch.rank, timeout, urgent)
@@ -147,6 +121,41 @@ def initialize(config: RunConfig, seat: Seat | None = None) -> Process:
     # Needs the groups: which random numbers a process draws depends on its place in the layout.
     set_seeds(config.model.seed, groups)
     return Process(launch, device, groups, tuple(notes), presence, connections, watch)
+
+
+def _join(
+    config: RunConfig, launch: Launch, seat: Seat | None, device: torch.device
+) -> tuple[Presence, HangWatch | None, Connections]:
+    """Meet the other processes in torch's default group, and watch over each other."""
+    timeout = timedelta(minutes=config.distributed.distributed_timeout_minutes)
+    backend = config.distributed.distributed_backend or device_module.choose_backend(device)
+    store = open_store(launch, timeout.total_seconds()) if seat is None else seat.store
+    patience = timeout.total_seconds() if seat is None else seat.patience_seconds
+    # Ranks with different flags would hang in a collective that only some of them reach; here they get a sentence.
+    gpu = device_module.identify_gpu(device) if backend == "nccl" else None
+    check = StartupCheck(store, launch.rank, launch.world_size, patience)
+    check.check(config.flag_values(), gpu, {"kernels in Triton": find_obstacle(device)})
+    # Never with `device_id`, although torch suggests it: communicators are then made at once, and sends and
+    # receives of pipeline stages go through that of their whole group, in one order with all else that it carries,
+    # where those that are posted early can wait for each other for ever.
+    connections = Connections()
+    if seat is not None:
+        seat.cut = connections.cut
+    with connections.noting():
+        dist.init_process_group(
+            backend=backend,
+            store=store,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timeout,
+        )
+    presence = Presence(launch, store)
+    watch = build_hang_watch(config, launch, store, connections.cut)
+    if seat is not None:
+        seat.give_back_later(presence.close)
+        if watch is not None:
+            seat.give_back_later(watch.close)
+    return presence, watch, connections
 
 
 _USED_GROUPS = ("world", "tp", "pp", "cp", "hcp", "dp_cp", "mp", "optimizer_shards", "optimizer_copies")

@@ -156,15 +156,8 @@ def train_step(
         chunk.zero_grad_buffer()
     # With --fp16 the loss is multiplied before backward; the schedule asks the config for it.
     config.grad_scale_func = optimizer.grad_scale_func
-    losses = (forward_backward_func or get_forward_backward_func())(
-        forward_step_func=forward_step_func,
-        data_iterator=data_iterator,
-        model=list(model),
-        num_microbatches=get_num_microbatches(),
-        seq_length=args.seq_length,
-        micro_batch_size=args.micro_batch_size,
-        forward_only=False,
-    )
+    schedule = forward_backward_func or get_forward_backward_func()
+    losses = _bind_batch(schedule, forward_step_func, data_iterator, model)(forward_only=False)
     # With the function set, the schedule has called it already: twice would divide the gradients twice.
     if getattr(config, "finalize_model_grads_func", None) is None:
         finalize_model_grads(list(model))
@@ -172,6 +165,22 @@ def train_step(
     if not update.skipped:
         opt_param_scheduler.step(get_num_microbatches() * args.micro_batch_size * args.data_parallel_size)
     return mean_losses(losses), int(update.skipped), False, False, 0, update.grad_norm, None, None
+
+
+def _bind_batch(
+    schedule: Callable[..., Any], forward_step_func: Callable[..., Any], data_iterator: Any, model: Sequence[Any]
+) -> Callable[..., Any]:
+    """The schedule over the micro-batches of one global batch of the current settings."""
+    args = get_args()
+    return functools.partial(
+        schedule,
+        forward_step_func=forward_step_func,
+        data_iterator=data_iterator,
+        model=list(model),
+        num_microbatches=get_num_microbatches(),
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+    )
 
 
 def mean_losses(losses: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -214,16 +223,8 @@ def evaluate_and_print_results(
     was_training = [chunk.training for chunk in model]
     for chunk in model:
         chunk.eval()
-    forward = functools.partial(
-        get_forward_backward_func(),
-        forward_step_func=forward_step_func,
-        data_iterator=data_iterator,
-        model=list(model),
-        num_microbatches=get_num_microbatches(),
-        seq_length=args.seq_length,
-        micro_batch_size=args.micro_batch_size,
-        forward_only=True,
-    )
+    schedule = functools.partial(get_forward_backward_func(), forward_only=True)
+    forward = _bind_batch(schedule, forward_step_func, data_iterator, model)
     for _ in range(args.eval_iters):
         for name, value in mean_losses(forward()).items():
             totals[name] = totals.get(name, 0.0) + float(value) / args.eval_iters
