@@ -141,7 +141,8 @@ def test_R25_a_script_that_forks_in_its_step_does_not_hang() -> None:
 def test_R27_steps_leave_nothing_behind(tmp_path: Path) -> None:
     """Objects, files and threads after 73 steps are those after 53: with logs, saves, evaluations and a ledger."""
     counts: dict[int, tuple[int, int, int]] = {}
-    flags = "--train-iters 75 --log-interval 5 --save-interval 10 --keep-last 1 --eval-interval 10 --eval-iters 1"
+    flags = "--train-iters 75 --log-interval 5 --save-interval 10 --keep-last 1 --eval-interval 10 --eval-iters 1 "
+    flags += "--log-straggler --check-for-spiky-loss --rerun-mode validate_results"
     run = prepare(*flags.split(), "--save", tmp_path, "--metrics-dir", tmp_path / "metrics", "--async-save")
     forward_step = run.recipe.forward_step
 
