@@ -5,7 +5,10 @@ otherwise."""
 from __future__ import annotations
 
 import math
+import multiprocessing
+import os
 import random
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -189,3 +192,32 @@ def test_a_stand_in_has_all_that_the_lost_rank_had(tmp_path: Path) -> None:
                 if all(any(rank in group and other in group for group in groups) for groups in shared)
             ]
             assert (found in fit) if fit else str(found).startswith(f"rank {rank} is lost")
+
+
+def test_a_loader_process_that_is_ended_does_not_end_the_save(tmp_path: Path) -> None:
+    """torch raises an error in the main thread at the moment at which one dies, wherever that is."""
+    run = prepare("--save", tmp_path, "--num-workers", "2", "--hidden-dropout", "0")
+    forward_step = run.recipe.forward_step
+
+    def fail(*arguments: Any) -> Any:
+        if run.progress.iteration == 3:
+            raise OSError("a fault")
+        return forward_step(*arguments)
+
+    # As torchrun does while a rank saves: it signals the whole group of its processes.
+    leave = run.leave_groups
+
+    def kill_loaders() -> None:
+        leave()
+        for child in multiprocessing.active_children():
+            assert child.pid is not None
+            # By another process: a loader process takes its parent's signal for the end of its work.
+            subprocess.run(["kill", str(child.pid)], check=True)
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it is left to torch to find it
+
+    run.leave_groups = kill_loaders
+    replace_forward_step(run, fail)
+    with pytest.raises(OSError, match="a fault"):
+        train(run)
+    run.hooks.on_close(run)
+    assert find_saved(tmp_path) == 3

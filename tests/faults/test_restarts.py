@@ -18,8 +18,8 @@ TORCHRUN = "-m torch.distributed.run --standalone --max-restarts 3 --nproc-per-n
 @pytest.mark.flags("--simulate-fault", "--save", "--load")
 def test_torchrun_starts_a_job_again_that_has_lost_a_rank(tmp_path: Path) -> None:
     """Its agent sends SIGTERM to the rank that is left as soon as it misses the other one; that rank saves first, and
-    writes the metrics that the lost one had not written yet."""
-    flags = [*TINY, "--hidden-dropout", "0.1", "--save-interval", "2", "--log-interval", "2"]
+    writes the metrics that the lost one had not written yet. Its loader processes have that signal, too."""
+    flags = [*TINY, "--hidden-dropout", "0.1", "--save-interval", "2", "--log-interval", "2", "--num-workers", "2"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert run_ranks([*flags, "--save", whole, "--metrics-dir", whole / "metrics"], 2).returncode == 0
     places = ["--save", parts, "--load", parts, "--metrics-dir", parts / "metrics"]

@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_rank
@@ -185,6 +188,10 @@ class CheckpointHook(Hook):
     def on_error(self, run: Run, error: Exception) -> None:
         """Save the last iteration that was completed, if the ranks that are left hold all of it and all of it is good;
         say so, or why not. Every rank that is left comes here: its peers' connections end with this one's."""
+        with _deaf_to_loaders(run):
+            self._save_what_is_left(run, error)
+
+    def _save_what_is_left(self, run: Run, error: Exception) -> None:
         run.leave_groups()
         if self._saver is not None:
             self._settle(run, self._saver.wait(_PATIENCE_SECONDS))
@@ -290,3 +297,19 @@ class CheckpointHook(Hook):
 def _report_unsaved(run: Run, iteration: int, error: StorageError) -> None:
     if run.is_first_rank:
         report_error(StorageError(f"iteration {iteration} was not saved: {error}; training goes on"))
+
+
+@contextlib.contextmanager
+def _deaf_to_loaders(run: Run) -> Iterator[None]:
+    """Keep the end of data loader processes, which torchrun's SIGTERM is for, too, from being an error of whatever
+    their rank is doing then; torch makes it one in the main thread's handler of SIGCHLD."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    usual = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+        # Nobody needs them any more, and torch forgets those that have been closed.
+        run.data.close()
+    finally:
+        signal.signal(signal.SIGCHLD, usual or signal.SIG_DFL)

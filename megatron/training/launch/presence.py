@@ -8,6 +8,7 @@ A collective that fails says that some peer is gone, not which one. Whoever sees
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import time
 from collections.abc import Iterable, Sequence
@@ -31,6 +32,8 @@ class Presence:
         self._launch = launch
         self._store = PrefixStore("presence", store)
         self._port = socket.create_server(("", 0))
+        # Forked processes, those of a data loader for example, would keep it open when this one is gone.
+        os.register_at_fork(after_in_child=self._port.close)
         port = self._port.getsockname()[1]
         self._store.set(f"address/{launch.rank}", f"{_find_own_address(launch)} {port}")
 

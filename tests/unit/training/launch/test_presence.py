@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+
 import pytest
 from torch.distributed import HashStore, Store
 
@@ -39,6 +43,23 @@ def test_the_rank_that_ended_is_named(four: tuple[Store, list[Presence]]) -> Non
     assert ranks[3].find_lost_ranks() == [2], "rank 1 ended because it had lost rank 2, and said so"
     end(ranks[0])
     assert ranks[3].find_lost_ranks() == [2], "as rank 0 did above"
+
+
+def test_a_loader_process_does_not_stand_for_the_rank_that_has_forked_it(four: tuple[Store, list[Presence]]) -> None:
+    _, ranks = four
+    told, tells = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(tells, b".")
+        time.sleep(60)
+        os._exit(0)
+    try:
+        os.read(told, 1)
+        end(ranks[2])
+        assert ranks[1].list_ended([0, 2, 3]) == [2]
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_R12_without_the_store_it_was_the_rank_that_served_it(four: tuple[Store, list[Presence]]) -> None:
