@@ -44,6 +44,7 @@ from megatron.core.inference.engine import Engine, EngineSettings
 from megatron.core.inference.request import Request
 from megatron.core.inference.sampling import Sampling
 from megatron.core.optional_deps import available
+from megatron.core.tensor_parallel.packed_products import pack_weights
 
 VOCABULARY = 8192
 CHUNK = 256
@@ -99,7 +100,9 @@ def build_models(sizes: Sizes, directory: Path) -> Models:
     theirs = transformers.LlamaForCausalLM(config).eval()
     theirs.save_pretrained(directory)
     theirs.generation_config.eos_token_id = None
-    return Models(AutoBridge.from_hf_pretrained(directory).to_megatron().eval(), theirs)
+    ours = AutoBridge.from_hf_pretrained(directory).to_megatron().eval()
+    pack_weights(ours)  # as `python -m megatron serve` does
+    return Models(ours, theirs)
 
 
 class Asked(NamedTuple):

@@ -4,7 +4,7 @@
     python -m megatron serve --load CHECKPOINTS --port 5000
 
 http://localhost:5000/ is a page to try the model on. The server listens on this machine alone unless --host says
-otherwise. SIGTERM and Ctrl-C end it: what is being written may go on for a few seconds.
+otherwise. SIGTERM and Ctrl-C end it: what is being written may go on for --shutdown-timeout.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from megatron.serving.answers import ServedModel
     from megatron.training.checkpoint.trained_model import TrainedModel
 
-GRACE_SECONDS = 5.0
-"""After SIGTERM, for what is being written."""
 _KEY_VARIABLE = "MEGATRON_API_KEY"
 _UNKNOWN_LENGTH = 2048
 """Tokens of a text, where neither the model nor its training says how many."""
@@ -47,6 +45,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--api-key", metavar="KEY", help=f"what clients must send; else {_KEY_VARIABLE} of the environment")
     add("--api-key-file", metavar="FILE", type=path, help="file with a key on each line")
     add("--request-timeout", metavar="SECONDS", type=float, default=600.0, help="of one request (600)")
+    add("--shutdown-timeout", metavar="SECONDS", type=float, default=5.0, help="of texts when a signal comes (5)")
     add("--max-waiting", metavar="N", type=int, default=256, help="requests that may wait; more get 429 (256)")
     add("--inference-text-gen-server-logging", action="store_true", help="a line for each request")
     add("--inference-logging-step-interval", metavar="N", type=int, default=0, help="a line every N passes (0: none)")
@@ -64,6 +63,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         raise ConfigError("--inference-dynamic-batching-prefix-caching and its opposite are given; leave one out")
     if not arguments.request_timeout > 0 or arguments.max_waiting < 0:
         raise ConfigError("--request-timeout must be above 0, and --max-waiting at least 0")
+    if not 0 <= arguments.shutdown_timeout < float("inf"):
+        raise ConfigError(f"--shutdown-timeout {arguments.shutdown_timeout} must be at least 0, a number of seconds")
     if not arguments.load.exists():
         raise ConfigError(f"--load {arguments.load} does not exist")
     return arguments
@@ -176,9 +177,15 @@ def serve(arguments: argparse.Namespace, environment: dict[str, str]) -> int:
     keys = read_keys(arguments, environment)
     is_local = arguments.host in ("127.0.0.1", "localhost", "::1")
     service = Service(arguments.max_waiting, arguments.inference_logging_step_interval)
+
+    def end(*_: object) -> None:
+        # A launcher sends it to all processes; those that follow rank 0 in passes end when it says so.
+        service.drain(arguments.shutdown_timeout)
+        if service.engine is None:  # nobody waits for a model that is being loaded
+            raise SystemExit(0)
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        # A launcher sends it to all processes; those that follow end when rank 0 says so.
-        signal.signal(number, lambda *_: service.drain(GRACE_SECONDS))
+        signal.signal(number, end)
     if not speaks():
         with open_model(arguments) as trained:
             service.run(build_engine(arguments, trained)[0])
@@ -206,7 +213,7 @@ def serve(arguments: argparse.Namespace, environment: dict[str, str]) -> int:
     finally:
         server.should_exit = True
         # A daemon: a connection that does not end keeps nobody waiting.
-        thread.join(timeout=4)
+        thread.join(timeout=3)
         listening.close()
     return 0
 

@@ -65,13 +65,16 @@ def open_model(arguments: argparse.Namespace) -> Iterator[TrainedModel]:
     Standard output of those that do not speak is dropped meanwhile.
     """
     # torch takes seconds to import: mistakes in the command line are found before that.
+    from megatron.core.tensor_parallel.packed_products import pack_weights
     from megatron.training.checkpoint.trained_model import load_trained_model, read_trained_config
     from megatron.training.launch.initialize import explain_lost_peer, initialize, shut_down
 
     choice: dict[str, Any] = {"bf16": arguments.bf16, "layout": read_layout(arguments)}
     ranks = read_world_size()
     if ranks == 1 and not choice["layout"]:
-        yield load_trained_model(arguments.load, arguments.ckpt_step, **choice)
+        trained = load_trained_model(arguments.load, arguments.ckpt_step, **choice)
+        pack_weights(trained.model)
+        yield trained
         return
     config = read_trained_config(arguments.load, arguments.ckpt_step, ranks=ranks, **choice)
     process = None
@@ -80,7 +83,9 @@ def open_model(arguments: argparse.Namespace) -> Iterator[TrainedModel]:
             stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         try:
             process = initialize(config)
-            yield load_trained_model(arguments.load, arguments.ckpt_step, groups=process.groups, **choice)
+            trained = load_trained_model(arguments.load, arguments.ckpt_step, groups=process.groups, **choice)
+            pack_weights(trained.model)
+            yield trained
         except RuntimeError as error:
             problem = explain_lost_peer(error, process.presence if process is not None else None)
             if problem is None:

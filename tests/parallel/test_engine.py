@@ -3,18 +3,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch.distributed as dist
 
 from megatron.core.inference.engine import Engine, EngineSettings
+from megatron.core.inference.request import Request, TokenLogprobs
 from megatron.core.inference.sampling import Sampling
-from megatron.core.inference.speculation import PromptLookup
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.flags.read import read_run_config
 from megatron.training.launch.initialize import build_rank_grid
 from megatron.training.recipes.gpt import build_gpt_model
 from tests.parallel.harness import run_distributed
-from tests.unit.inference.test_engine import draw_requests
+from tests.support.gpt_models import VOCAB_SIZE
+from tests.unit.inference.crossings import GREEDY, LONGEST, Way, assert_as_alone, draw_requests, write_crossing
 from tests.unit.inference.test_unequal_prompts import KINDS, LATENT, ROPE
 
 SIZES = """--num-layers 4 --hidden-size 36 --num-attention-heads 6 --seq-length 64 --max-position-embeddings 64
@@ -28,49 +32,32 @@ STYLES = {
 }  # fmt: skip
 TP, PP, EP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--expert-model-parallel-size 2"
 
-Found = list[tuple[list[int], list[float]]]
+Found = list[tuple[list[int], list[int], list[TokenLogprobs], list[TokenLogprobs]]]
 
 
-def write_texts(flags: str) -> Found:
-    """New tokens and all log-probabilities of a few requests in little room, one of which is cancelled."""
+def build_part(flags: str) -> Any:
+    """This rank's part of a model, or all of it on one process."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     config = read_run_config([*SIZES.split(), *flags.split()], {"WORLD_SIZE": str(world)})
     groups = ProcessGroupCollection.single()
     if world > 1:
         groups = ProcessGroupCollection.build(build_rank_grid(config, world), dist.get_rank())
     first, last = groups.pp.rank() == 0, groups.pp.rank() == groups.pp.size() - 1
-    model = build_gpt_model(config, 64, first, last, pg_collection=groups)
-    engine = Engine(model, EngineSettings(64, capacity_tokens=96, max_requests=4, max_step_tokens=19), vocab_size=61)
-    batch = [
-        *draw_requests(1, 5, logprobs=0, prompt_logprobs=0),
-        *draw_requests(2, 3, Sampling(seed=5, top_k=20), logprobs=0),
-    ]
-    for request in batch:
-        engine.add(request)
-    engine.step()
-    engine.end(batch[2])
-    engine.run([])
-    assert [pool.num_used for pool in engine.state.pools] == [int(config.model.sequence_parallel)] * len(
-        engine.state.pools
-    )
+    return build_gpt_model(config, VOCAB_SIZE, first, last, pg_collection=groups)
+
+
+def list_results(requests: list[Request]) -> Found:
+    """Prompt, new tokens and all log-probabilities of each."""
+    return [(each.prompt, each.new_tokens, each.token_logprobs, each.read_logprobs) for each in requests]
+
+
+def write_texts(flags: str, seeds: Sequence[int], ways: Sequence[Way]) -> tuple[Found, Found]:
+    """Drawn texts of a few requests in little room; and greedy ones of crossings."""
+    model = build_part(flags)
+    engine = Engine(model, EngineSettings(LONGEST, capacity_tokens=96, max_requests=4, max_step_tokens=19))
+    drawn = engine.run(draw_requests(2, 5, Sampling(seed=5, top_k=20), logprobs=0, prompt_logprobs=0))
     assert model.training, "the model goes on training"
-    if not engine.state.is_recurrent:  # the greedy texts again, by drafts
-        drafter = PromptLookup()
-        again = Engine(model, engine.settings, vocab_size=61, drafter=drafter).run(draw_requests(1, 5, logprobs=0))
-        texts = {tuple(each.prompt): each.new_tokens for each in batch if each is not batch[2]}
-        assert all(texts.get(tuple(each.prompt), each.new_tokens) == each.new_tokens for each in again)
-        assert drafter.drafted > 0
-    return [
-        (request.new_tokens, [entry.logprob for entry in (*request.read_logprobs, *request.token_logprobs)])
-        for request in batch
-        if request is not batch[2]
-    ]
-
-
-def compare(found: Found, expected: Found) -> None:
-    for (tokens, logprobs), (own_tokens, own_logprobs) in zip(found, expected, strict=True):
-        assert tokens == own_tokens
-        assert logprobs == pytest.approx(own_logprobs, abs=2e-5, rel=0)
+    return list_results(drawn), list_results([each for seed in seeds for each in write_crossing(model, seed, ways)])
 
 
 @pytest.mark.parametrize(
@@ -83,8 +70,20 @@ def compare(found: Found, expected: Found) -> None:
     ],
 )
 def test_texts_are_those_of_one_process(style: str, layouts: list[tuple[int, str]]) -> None:
-    expected = write_texts(STYLES[style])
-    for ranks, layout in layouts:
-        every = run_distributed(write_texts, ranks, f"{STYLES[style]} {layout}")
+    flags = STYLES[style]
+    expected, _ = write_texts(flags, (), ())
+    whole = build_part(flags).eval()
+    for number, (ranks, layout) in enumerate(layouts):
+        ways: list[Way] = ["none"] if style == "states" else ["none", "lookup"]
+        every = run_distributed(write_texts, ranks, f"{flags} {layout}", (2 * number, 2 * number + 1), ways)
         assert all(found == every[0] for found in every)
-        compare(every[0], expected)
+        drawn, greedy = every[0]
+        for (_, tokens, new, read), (_, own_tokens, own_new, own_read) in zip(drawn, expected, strict=True):
+            assert tokens == own_tokens
+            assert [each.logprob for each in (*new, *read)] == pytest.approx(
+                [each.logprob for each in (*own_new, *own_read)], abs=2e-5, rel=0
+            )
+        for prompt, tokens, new, read in greedy:
+            request = Request(prompt, len(tokens), GREEDY, logprobs=1, prompt_logprobs=0 if read else None)
+            request.text, request.token_logprobs, request.read_logprobs = [*prompt, *tokens], new, read
+            assert_as_alone(whole, request)

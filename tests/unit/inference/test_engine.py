@@ -13,59 +13,27 @@ import torch
 from megatron.core.errors import ConfigError
 from megatron.core.inference.engine import Engine, EngineSettings
 from megatron.core.inference.generate import generate
-from megatron.core.inference.request import Request, TokenLogprobs
+from megatron.core.inference.request import Request
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.speculation import Drafter, ModelDrafter, PredictionDrafter, PromptLookup
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.sequences.state import PAGE_TOKENS
 from tests.support.gpt_models import VOCAB_SIZE, build_model
 from tests.unit.inference import test_unequal_prompts
+from tests.unit.inference.crossings import (
+    GREEDY,
+    LONGEST,
+    Way,
+    assert_as_alone,
+    draw_requests,
+    write_crossing,
+)
 from tests.unit.inference.test_unequal_prompts import KINDS
-
-GREEDY = Sampling(greedy=True)
-LONGEST = 64
 
 
 def model_of(flags: str) -> GPTModel:
     """Weights with which rounding stays rounding."""
     return test_unequal_prompts.model_of(f"{flags} --init-method-std 0.1")
-
-
-def draw_requests(seed: int, count: int, sampling: Sampling = GREEDY, **options: Any) -> list[Request]:
-    """Prompts of 1 to 48 tokens, half of which begin with the same ones, for 0 to 15 new tokens."""
-    rng = random.Random(seed)
-    shared = [rng.randrange(VOCAB_SIZE) for _ in range(40)]
-    found = []
-    for _ in range(count):
-        begin = shared[: rng.choice([0, 0, 16, 31, 32, 33, 40])]
-        prompt = [*begin, *(rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(9)))] or [3]
-        found.append(Request(prompt, rng.randrange(16), sampling, **options))
-    return found
-
-
-@torch.no_grad()
-def assert_as_alone(model: GPTModel, request: Request) -> None:
-    """The tokens are the likeliest ones, and the log-probabilities those, of one forward of the whole text."""
-    text, length = request.text, len(request.prompt)
-    logprobs = model(torch.tensor([text]), torch.arange(len(text))[None], None)[0].log_softmax(-1)
-    best = logprobs.topk(2, dim=-1)
-    for place in range(length, len(text)):
-        values, ids = best.values[place - 1], best.indices[place - 1].tolist()
-        assert text[place] == ids[0] or values[0] - values[1] < 1e-5
-    assert len(request.new_tokens) == request.max_new_tokens
-
-    def compare(found: Sequence[TokenLogprobs], first: int) -> None:
-        for place, entry in enumerate(found, start=first):
-            expected = [float(logprobs[place - 1, text[place]]), *logprobs[place - 1].topk(len(entry.top)).values]
-            got = [entry.logprob, *(value for _, value in entry.top)]
-            torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=1e-6, atol=1e-5)
-
-    if request.logprobs is not None:
-        assert len(request.token_logprobs) == len(request.new_tokens)
-        compare(request.token_logprobs, length)
-    if request.prompt_logprobs is not None:
-        assert len(request.read_logprobs) == length - 1
-        compare(request.read_logprobs, 1)
 
 
 def assert_nothing_is_held(engine: Engine) -> None:
@@ -103,6 +71,17 @@ def test_each_text_is_what_it_is_alone(kind: str) -> None:
         reused += sum(request.reused_tokens for request in batch)
     assert preemptions > 0
     assert (reused > 0) == (kind != "states")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drawn_crossings(kind: str) -> None:
+    """Further seeds find what nobody thought of: `pytest -k drawn` with other numbers here."""
+    ways: list[Way] = ["none"] if kind == "states" else ["none", "lookup", "model", "prediction"]
+    predicts = kind not in ("states", "learned positions")
+    model = model_of(KINDS[kind] + (" --mtp-num-layers 2" if predicts else ""))
+    for seed in (1, 2):
+        for request in write_crossing(model, seed, ways if predicts else ways[:3]):
+            assert_as_alone(model, request)
 
 
 def test_one_among_64_others() -> None:
