@@ -65,7 +65,7 @@ def write_texts(flags: str, seeds: Sequence[int], ways: Sequence[Way]) -> tuple[
     [
         ("dense", [(2, TP), (2, PP), (4, f"{TP} {PP} --sequence-parallel")]),
         ("latent", [(2, f"{TP} --sequence-parallel"), (2, PP)]),
-        ("states", [(2, TP)]),
+        ("states", [(2, TP), (2, PP)]),
         ("experts", [(2, EP), (4, f"{TP} {EP} --sequence-parallel"), (4, f"{PP} {EP}")]),
     ],
 )

@@ -196,6 +196,8 @@ class Engine:
         if logits is not None and self.runner.decides:
             choices = self._choose(parts, logits, wanted)
         choices = self.runner.agree(choices)
+        if self.counters.passes == 0:  # another stage's layers may be those that decide what may be shared
+            self.state.is_recurrent = self.runner.is_anywhere(self.state.is_recurrent)
         self.counters.passes += 1
         finished = [part.request for part, choice in zip(parts, choices, strict=True) if self._take(part, choice)]
         if self.drafter is not None:

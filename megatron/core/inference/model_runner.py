@@ -95,6 +95,10 @@ class ModelRunner:
         """Return what the deciding rank has, on all ranks."""
         return broadcast_object(value, self.groups.world, self._source)
 
+    def is_anywhere(self, value: bool) -> bool:
+        """Return whether it is so on any stage."""
+        return any(all_gather_object(value, self.groups.pp))
+
     # ---- a pass
 
     @torch.inference_mode()
