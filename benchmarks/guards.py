@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cost of the guards of a run, and time in which they find a fault.
 
-    python -m benchmarks guards --pairs 24              # steps with all guards against steps with none
+    python -m benchmarks guards --pairs 20              # steps with all guards against steps with none
+    python -m benchmarks guards --parts                 # milliseconds a step of each guard's own functions
     python -m benchmarks guards --detect stop kill nan  # seconds from a simulated fault to the end of the job
 
 Steps of both sides are timed in turns, in pairs that take turns in which goes first, in two processes over gloo; the
 ratio is the median over the pairs with its 95 % interval, by order statistics. Guards: the watch for hangs, the checks
 of losses, of gradients, of spikes and of weights that replicas hold alike, and the report of slow ranks.
+
+Most of what guards cost is a constant for each step, so that the ratio depends on how long a step takes, and the
+milliseconds are printed beside it. The steps here are of a model of 4 layers of 256 on 2,048 tokens, a third to half of
+a second on two cores, as runs on a laptop have them; steps of a GPU's size have larger weights to hash, on the device.
+`--parts` is quick, and exact also on a machine that is not quiet: it adds up processor time.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 import os
 import socket
@@ -21,9 +26,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.conditions import print_conditions
 from megatron.training.launch.launch import Launch
@@ -31,9 +36,9 @@ from megatron.training.launch.local_job import run_locally
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = (
-    "--num-attention-heads 4 --max-position-embeddings 128 --micro-batch-size 2 --global-batch-size 4 --lr 1e-3 "
+    "--num-attention-heads 4 --micro-batch-size 2 --lr 1e-3 "
     "--train-iters 1000000 --mock-data --tokenizer-type NullTokenizer --vocab-size 1000 --eval-iters 0 "
-    "--log-interval 10 --num-workers 0 --hidden-dropout 0 --attention-dropout 0 --seq-length 128"
+    "--log-interval 10 --num-workers 0 --hidden-dropout 0 --attention-dropout 0"
 )
 GUARDS = {
     "off": "--no-check-for-nan-in-loss-and-grad --hang-timeout 0",
@@ -59,58 +64,143 @@ def find_interval(values: Sequence[float]) -> tuple[float, float, float]:
     return statistics.median(ordered), ordered[lower], ordered[count - 1 - lower]
 
 
-def compare_steps(rank: int, sizes: tuple[int, int], pairs: int, steps: int) -> list[float]:
-    """Time steps of two runs in turns on one of two processes; return the ratios of on to off."""
-    import torch.distributed as dist
+class Sizes(NamedTuple):
+    """Sizes of the model and of a step."""
 
-    from megatron.core.device import current_device
-    from megatron.core.process_groups_config import ProcessGroupCollection, rendezvous_store
-    from megatron.training.config.gpu_needs import replace_gpu_settings
-    from megatron.training.flags.read import read_run_config
-    from megatron.training.launch.hang_watch import build_hang_watch
-    from megatron.training.launch.initialize import Process, build_rank_grid
-    from megatron.training.loop import iterate, open_batches
-    from megatron.training.recipes.gpt import build_gpt_recipe
-    from megatron.training.setup import setup
+    layers: int = 4
+    hidden: int = 256
+    sequence: int = 256
+    batch: int = 8
 
-    # All ranks are on this machine, so that the watcher needs no store.
-    launch = Launch(rank, 2, local_rank=rank, master_addr="localhost", master_port=1)
-    layers, hidden = sizes
-    runs: list[tuple[str, Any, Any, Any]] = []
-    # Two runs of a side: where in memory a run lies is worth more than guards cost.
-    for beginning, name in enumerate(("off", "on", "on", "off")):
-        words = f"{MODEL} --num-layers {layers} --hidden-size {hidden} {GUARDS[name]}".split()
-        config = read_run_config(words, {"WORLD_SIZE": "2"})
+    @property
+    def flags(self) -> str:
+        """Return them as flags of a run."""
+        return (
+            f"{MODEL} --num-layers {self.layers} --hidden-size {self.hidden} --seq-length {self.sequence} "
+            f"--max-position-embeddings {self.sequence} --global-batch-size {self.batch}"
+        )
+
+
+class Sides(NamedTuple):
+    """Seconds of the steps of a pair."""
+
+    on: float
+    off: float
+
+
+class Side:
+    """A run that takes steps on one of two processes, with guards or without."""
+
+    def __init__(self, rank: int, sizes: Sizes, name: str, number: int = 0) -> None:
+        """name: of GUARDS. number: tells runs of one process apart."""
+        from megatron.core.device import current_device
+        from megatron.core.process_groups_config import ProcessGroupCollection, rendezvous_store
+        from megatron.training.config.gpu_needs import replace_gpu_settings
+        from megatron.training.flags.read import read_run_config
+        from megatron.training.launch.hang_watch import build_hang_watch
+        from megatron.training.launch.initialize import Process, build_rank_grid
+        from megatron.training.loop import iterate, open_batches
+        from megatron.training.recipes.gpt import build_gpt_recipe
+        from megatron.training.setup import setup
+
+        self.name = name
+        config = read_run_config([*sizes.flags.split(), *GUARDS[name].split()], {"WORLD_SIZE": "2"})
         replace_gpu_settings(config)
         groups = ProcessGroupCollection.build(build_rank_grid(config, 2), rank)
         groups.set_current()
-        # Each with a directory of its own for its watch.
-        place = dataclasses.replace(launch, beginning=beginning)
-        watch = build_hang_watch(config, place, rendezvous_store(), lambda: None)
-        run = setup(config, Process(place, current_device(), groups, watch=watch), build_gpt_recipe(config))
-        run.hooks.on_train_start(run)
-        runs.append((name, run, run.hooks.wrap_step(iterate), open_batches(run)))
+        # All ranks are on this machine, so that the watcher needs no store. Each run has a directory of its own for it.
+        launch = Launch(rank, 2, local_rank=rank, master_addr="localhost", master_port=1, beginning=number)
+        watch = build_hang_watch(config, launch, rendezvous_store(), lambda: None)
+        self._run = setup(config, Process(launch, current_device(), groups, watch=watch), build_gpt_recipe(config))
+        self._run.hooks.on_train_start(self._run)
+        self._step, self._batches = self._run.hooks.wrap_step(iterate), open_batches(self._run)
 
-    def take(order: Sequence[tuple[str, Any, Any, Any]]) -> dict[str, float]:
+    def take(self) -> float:
+        """Take a step together with the other process; return its seconds."""
+        import torch.distributed as dist
+
+        dist.barrier()
+        began_at = time.perf_counter()
+        self._step(self._run, self._batches)
+        return time.perf_counter() - began_at
+
+    def close(self) -> None:
+        """End the run."""
+        self._run.hooks.on_close(self._run)
+        self._run.data.close()
+
+
+def compare_steps(rank: int, sizes: Sizes, pairs: int, steps: int) -> list[Sides]:
+    """Time steps of two runs in turns on one of two processes; return those of each pair."""
+    # Two runs of a side: where in memory a run lies is worth more than guards cost.
+    sides = [Side(rank, sizes, name, number) for number, name in enumerate(("off", "on", "on", "off"))]
+
+    def take(order: Sequence[Side]) -> Sides:
         # Step by step in turns: what else the machine does changes within the steps of a side.
         seconds = dict.fromkeys(GUARDS, 0.0)
         for _ in range(steps):
-            for name, run, step, batches in order:
-                dist.barrier()
-                began_at = time.perf_counter()
-                step(run, batches)
-                seconds[name] += time.perf_counter() - began_at
-        return seconds
+            for side in order:
+                seconds[side.name] += side.take() / 2
+        return Sides(**seconds)
 
-    take(runs)
-    ratios = []
-    for pair in range(pairs):
-        seconds = take(runs if pair % 2 else runs[::-1])
-        ratios.append(seconds["on"] / seconds["off"])
-    for _, run, _, _ in reversed(runs):
-        run.hooks.on_close(run)
-        run.data.close()
-    return ratios
+    take(sides)
+    found = [take(sides if pair % 2 else sides[::-1]) for pair in range(pairs)]
+    for side in reversed(sides):
+        side.close()
+    return found
+
+
+def list_parts() -> dict[str, list[tuple[Any, str]]]:
+    """The functions of each guard: (class or module, name)."""
+    from megatron.core import progress_record
+    from megatron.training.hooks import guards, replicas, stragglers, work_clock
+    from megatron.training.launch.hang_watch import HangWatch
+
+    return {
+        "report of slow ranks": [
+            *((stragglers.StragglerHook, name) for name in ("on_step_start", "on_step_end")),
+            *((work_clock.WorkClock, name) for name in ("_begin_backward", "_begin_forward", "_end_forward")),
+        ],
+        "state before a step": [(guards.StepStart, "take")],
+        "hash of weights": [(replicas, "compare_weights")],
+        "watch for hangs": [
+            *((HangWatch, name) for name in ("begin_step", "end_step")),
+            *((progress_record.ProgressRecord, "take_microbatch"), (progress_record._Fanout, "add")),
+        ],
+        "checks of numbers": [
+            *((guards.NonFiniteHook, name) for name in ("on_step_start", "on_metrics")),
+            *((guards.OutlierHook, name) for name in ("on_metrics",)),
+        ],
+    }
+
+
+def measure_parts(rank: int, sizes: Sizes, steps: int) -> dict[str, tuple[float, float]]:
+    """Milliseconds in a step that each guard's own functions take on one of two processes: (processor, wall)."""
+    spent = {part: [0.0, 0.0] for part in list_parts()}
+    for part, functions in list_parts().items():
+        for owner, name in functions:
+            setattr(owner, name, _timed(getattr(owner, name), spent[part]))
+    side = Side(rank, sizes, "on")
+    for _ in range(20):
+        side.take()
+    for times in spent.values():
+        times[:] = 0.0, 0.0
+    for _ in range(steps):
+        side.take()
+    side.close()
+    return {part: (1e3 * processor / steps, 1e3 * wall / steps) for part, (processor, wall) in spent.items()}
+
+
+def _timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
+    def timed(*arguments: Any, **named: Any) -> Any:
+        processor, wall = time.thread_time(), time.perf_counter()
+        try:
+            return function(*arguments, **named)
+        finally:
+            spent[0] += time.thread_time() - processor
+            spent[1] += time.perf_counter() - wall
+
+    return timed
 
 
 def detect(kind: str) -> tuple[float, str]:
@@ -119,7 +209,7 @@ def detect(kind: str) -> tuple[float, str]:
     fault, _ = FAULTS[kind]
     port = str(_find_port())
     with tempfile.TemporaryDirectory() as save:
-        flags = f"{MODEL} --num-layers 2 --hidden-size 64 --log-interval 10 --hang-timeout 3 --save {save}"
+        flags = f"{Sizes(2, 64, 128, 4).flags} --log-interval 10 --hang-timeout 3 --save {save}"
         check = "--check-weight-hash-across-dp-replicas-interval 5"
         words = [str(ROOT / "pretrain_gpt.py"), *flags.split(), *check.split(), "--simulate-fault", fault]
         job = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
@@ -150,10 +240,11 @@ def _find_port() -> int:
 def main() -> None:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=24)
-    parser.add_argument("--steps", type=int, default=10, help="steps of each side of a pair")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=10, help="steps of each side of a pair; of 100 with --parts")
+    for name, usual in Sizes()._asdict().items():
+        parser.add_argument(f"--{name}", type=int, default=usual)
+    parser.add_argument("--parts", action="store_true", help="measure each guard's own functions instead")
     parser.add_argument("--detect", nargs="*", choices=list(FAULTS), help="measure these faults instead; all of them")
     arguments = parser.parse_args()
     print_conditions()
@@ -163,11 +254,20 @@ def main() -> None:
             seconds, sentence = detect(kind)
             print(f"{kind:10} {seconds:8.1f}  {FAULTS[kind][1]}\n  {sentence[:300]}", flush=True)
         return
-    sizes = (arguments.layers, arguments.hidden)
-    ratios = run_locally(compare_steps, 2, (sizes, arguments.pairs, arguments.steps), 3600.0)
-    median, lower, upper = find_interval(ratios[0])
-    interval = f"95 %: {lower:.4f} to {upper:.4f}"
-    print(f"{arguments.pairs} pairs of {arguments.steps} steps: on / off = {median:.4f} ({interval})")
+    sizes = Sizes(*(getattr(arguments, name) for name in Sizes._fields))
+    if arguments.parts:
+        parts = run_locally(measure_parts, 2, (sizes, 10 * arguments.steps), 3600.0)[0]
+        print(f"{'milliseconds in a step':24} {'processor':>9} {'wall':>7}")
+        together = sum(times[0] for times in parts.values()), sum(times[1] for times in parts.values())
+        for name, (processor, wall) in [*parts.items(), ("together", together)]:
+            print(f"{name:24} {processor:9.3f} {wall:7.3f}")
+        return
+    pairs = run_locally(compare_steps, 2, (sizes, arguments.pairs, arguments.steps), 3600.0)[0]
+    ratio, lower, upper = find_interval([pair.on / pair.off for pair in pairs])
+    print(f"{len(pairs)} pairs of {arguments.steps} steps: on / off = {ratio:.4f} (95 %: {lower:.4f} to {upper:.4f})")
+    cost, least, most = find_interval([1e3 * (pair.on - pair.off) / arguments.steps for pair in pairs])
+    length = 1e3 * statistics.median(pair.off for pair in pairs) / arguments.steps
+    print(f"on - off = {cost:.2f} ms (95 %: {least:.2f} to {most:.2f}) in steps of {length:.0f} ms")
 
 
 if __name__ == "__main__":

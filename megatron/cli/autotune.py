@@ -180,7 +180,9 @@ def prepare_config(config: RunConfig, steps: int) -> RunConfig:
     """The same run, but one that writes and reads nothing that belongs to the user's, and lasts for so many steps."""
     defaults: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(config.logger) if f.name in _WRITERS}
     logger = dataclasses.replace(config.logger, **defaults)
-    training = dataclasses.replace(config.training, exit_interval=None, exit_duration_in_mins=None)
+    training = dataclasses.replace(
+        config.training, exit_interval=None, exit_duration_in_mins=None, phase_transition_iterations=None
+    )
     if training.train_iters is not None:
         training.train_iters = max(training.train_iters, steps)
     return dataclasses.replace(config, checkpoint=type(config.checkpoint)(), logger=logger, training=training)

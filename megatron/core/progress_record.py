@@ -18,8 +18,8 @@ from pathlib import Path
 
 from megatron.core.traffic import Kind, Meter
 
-# Rank, process, phase, what the watcher has to say; iteration, micro-batch, count of changes, limit of silence.
-_HEADER = struct.Struct("<IIIIQQQd")
+# Rank, process, phase, what the watcher has to say; iteration, micro-batch, count of changes, limits of silence.
+_HEADER = struct.Struct("<IIIIQQQdd")
 _NUMBERS = struct.Struct("<QQQ")
 _NUMBERS_AT = 16
 _LIMIT_AT = 40
@@ -30,8 +30,8 @@ _SLOT_BYTES = _CALL.size + _GROUP.size
 _SLOTS = 48
 _LENGTH = _HEADER.size + _SLOTS * _SLOT_BYTES
 
-OUTSIDE, STEP, ENDED = range(3)
-"""Phases: between steps (set-up, evaluation, saves), inside of a step, and after the last one."""
+OUTSIDE, STEP, ENDED, SAVE = range(4)
+"""Phases: between steps (set-up, evaluation), inside of a step, after the last one, and inside of a save."""
 ALARM, VERDICT = 1, 2
 """Words of the watcher to a process: say what you know; the job is hung."""
 
@@ -72,6 +72,8 @@ class Snapshot:
     """A step without a note for so long is taken for hung; 0 as long as no limit is known."""
     calls: tuple[Call, ...]
     """Of each group, the latest first."""
+    save_limit_seconds: float = 0.0
+    """The same of a save, in which a process that writes is not silent."""
 
 
 class ProgressRecord:
@@ -96,7 +98,7 @@ class ProgressRecord:
             # Not a hole: where memory for the file is missing, the process would be ended later, by SIGBUS.
             os.posix_fallocate(file.fileno(), 0, _LENGTH)
         record = cls(path, writes=True)
-        _HEADER.pack_into(record._map, 0, rank, os.getpid(), OUTSIDE, 0, 0, 0, 0, 0.0)
+        _HEADER.pack_into(record._map, 0, rank, os.getpid(), OUTSIDE, 0, 0, 0, 0, 0.0, 0.0)
         return record
 
     # ---- the process itself
@@ -117,9 +119,18 @@ class ProgressRecord:
         self._set_phase(phase)
         self._note()
 
+    def begin_save(self) -> None:
+        """Note that a save begins, which `leave_step` ends."""
+        self._set_phase(SAVE)
+        self._note()
+
     def set_limit(self, seconds: float) -> None:
-        """Say after how long a silence of how many seconds the step is taken for hung."""
+        """Say after a silence of how many seconds the step is taken for hung."""
         struct.pack_into("<d", self._map, _LIMIT_AT, seconds)
+
+    def set_save_limit(self, seconds: float) -> None:
+        """Say the same of a save."""
+        struct.pack_into("<d", self._map, _LIMIT_AT + 8, seconds)
 
     def build_meter(self, axis: str, ranks: Sequence[int], inner: Meter | None) -> Meter:
         """Return what notes the calls of a group, and hands them on to `inner`."""
@@ -146,7 +157,7 @@ class ProgressRecord:
 
     def read(self) -> Snapshot:
         """Return what the record says now."""
-        rank, process, phase, _, iteration, microbatch, changes, limit = _HEADER.unpack_from(self._map, 0)
+        rank, process, phase, _, iteration, microbatch, changes, *limits = _HEADER.unpack_from(self._map, 0)
         calls = []
         for slot in range(_SLOTS):
             at = _HEADER.size + slot * _SLOT_BYTES
@@ -155,7 +166,7 @@ class ProgressRecord:
                 axis, ranks = _GROUP.unpack_from(self._map, at + _CALL.size)
                 calls.append(Call(_text(axis), _read_ranks(_text(ranks)), _text(kind), number, tensor_bytes, order))
         calls.sort(key=lambda call: -call.order)
-        return Snapshot(rank, process, phase, iteration, microbatch, changes, limit, tuple(calls))
+        return Snapshot(rank, process, phase, iteration, microbatch, changes, limits[0], tuple(calls), limits[1])
 
     def tell(self, what: int) -> None:
         """Tell the process that its job seems hung (ALARM), or is (VERDICT)."""

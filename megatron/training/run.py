@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -313,6 +314,9 @@ class StepWatch(Protocol):
 
     def count(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same micro-batches, each of which it notes."""
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Return what is entered for the time of a save."""
 
     def end_step(self) -> float | None:
         """The iteration is over; the limit in seconds where it follows from the steps so far, once."""

@@ -44,6 +44,7 @@ from megatron.training.checkpoint.save_directories import prepare_save, refuse_t
 from megatron.training.config.container import RunConfig
 from megatron.training.config.relations import compute_schedule_lengths, samples_per_scheduled_iteration
 from megatron.training.data.loading import SPLITS, TrainingData, build_loader_settings, check_loader_processes
+from megatron.training.data.phases import find_phase
 from megatron.training.data.planned_batches import build_step_plans
 from megatron.training.data.samples import build_batch_size_calculator, count_iterations, count_needed_samples
 from megatron.training.hooks.build import build_hooks
@@ -82,6 +83,8 @@ def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[H
         # hooks.
         load_checkpoint(run)
         refuse_to_undo(config, process.groups.world, run.progress)
+        if config.training.phase_transitions:
+            build_phase_data(run)
         # A checkpoint says which sizes are passed already.
         check_batch_sizes(run)
     except BaseException:
@@ -101,7 +104,10 @@ def build_run(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequen
     batch_size = build_batch_size_calculator(config)
     progress = Progress(count_iterations(config, batch_size))
     # Data comes before the model: an unreadable dataset is then reported before minutes are spent on weights.
-    datasets = recipe.build_datasets(count_needed_samples(config))
+    # But for phases of it: which one it is, only the checkpoint says.
+    datasets: Sequence[Any] = [None] * len(SPLITS)
+    if not config.training.phase_transitions:
+        datasets = recipe.build_datasets(count_needed_samples(config))
     if process.launch.rank == 0:
         print_summaries(datasets)
     settings = build_loader_settings(config, groups, device, batch_size, recipe.padded_vocab_size)
@@ -154,6 +160,19 @@ def build_run(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequen
     if config.model.measures_attention_logits:
         optimizer.call_after_update(AttentionLogits(config.model, model, optimizer, groups))
     return run
+
+
+def build_phase_data(run: Run) -> None:
+    """--phase-transition-iterations: build the data of the phase that the run's progress is in."""
+    config, progress = run.config, run.progress
+    consumed, size = progress.consumed_train_samples, run.batch_size.running_global_batch_size(0)
+    transitions = config.training.phase_transitions
+    phase = find_phase(transitions, progress.iteration, progress.target_iterations, consumed, size)
+    train, *others = count_needed_samples(config)
+    datasets = run.recipe.build_datasets((min(train, phase.samples), *others))
+    if run.is_first_rank:
+        print_summaries(datasets)
+    run.data.datasets, run.data.first_sample = dict(zip(SPLITS, datasets, strict=True)), phase.first_sample
 
 
 def print_summaries(datasets: Sequence[Any]) -> None:

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from megatron.core.progress_record import ProgressRecord
+from megatron.training.launch import hang_watcher
 from megatron.training.launch.hang_watch import _remove_abandoned
-from megatron.training.launch.hang_watcher import Watched
+from megatron.training.launch.hang_watcher import Watched, read_written_bytes
 from tests.functional.pretrain_runs import PRETRAIN, ROOT, TINY, environment, finish, free_port, metrics
 from tests.programs import Program
 
@@ -103,13 +104,32 @@ def test_only_steps_are_watched_and_only_beyond_their_limit(tmp_path: Path) -> N
     record.set_limit(5.0)
     watched = Watched(tmp_path / "rank_0.progress", record)
     assert not watched.look(100.0), "it is seen for the first time"
-    assert not watched.look(1000.0), "set-up, an evaluation or a save may take what it takes"
+    assert not watched.look(1000.0), "set-up or an evaluation may take what it takes"
     record.begin_step(1)
     assert [watched.look(now) for now in (2000.0, 2004.9, 2005.1)] == [False, False, True]
     record.take_microbatch()
     assert [watched.look(now) for now in (2006.0, 2010.9)] == [False, False]
     record.leave_step()
     assert [watched.look(now) for now in (2011.0, 9999.0)] == [False, False]
+
+
+def test_a_save_has_a_limit_of_its_own_and_a_process_that_writes_is_not_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int | None] = [0]
+    monkeypatch.setattr(hang_watcher, "read_written_bytes", lambda process: written[0])
+    record = ProgressRecord.make(tmp_path / "rank_0.progress", 0)
+    record.set_limit(5.0)
+    record.set_save_limit(50.0)
+    watched = Watched(tmp_path / "rank_0.progress", record)
+    record.begin_save()
+    assert [watched.look(now) for now in (100.0, 149.9, 150.1)] == [False, False, True]
+    written[0] = 10
+    assert [watched.look(now) for now in (151.0, 200.9, 201.1)] == [False, False, True]
+    written[0] = None
+    assert [watched.look(now) for now in (202.0, 999.0)] == [False, False], "nobody can tell whether it writes"
+    record.leave_step()
+    assert not watched.look(9999.0)
 
 
 def test_a_process_that_is_stopped_during_a_save_is_found_too(tmp_path: Path) -> None:
@@ -127,6 +147,14 @@ def test_a_process_that_is_stopped_during_a_save_is_found_too(tmp_path: Path) ->
     finally:
         sleeper.kill()
         sleeper.wait()
+
+
+def test_bytes_written_are_those_of_a_process(tmp_path: Path) -> None:
+    before = read_written_bytes(os.getpid())
+    (tmp_path / "file").write_bytes(bytes(12345))
+    after = read_written_bytes(os.getpid())
+    assert before is not None and after is not None and 12345 <= after - before < 20000
+    assert read_written_bytes(2**22 + 1) is None
 
 
 def test_directories_of_killed_jobs_are_removed_and_those_of_living_ones_stay(tmp_path: Path) -> None:

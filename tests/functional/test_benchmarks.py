@@ -122,13 +122,15 @@ def test_what_a_link_exposes() -> None:
     assert link.exposed["gradients"] == pytest.approx(0.03), "it has arrived before the second"
 
 
-def compare_guards() -> list[float]:
+def compare_guards() -> tuple[list[guards.Sides], dict[str, tuple[float, float]]]:
     """On each of two processes."""
-    return guards.compare_steps(dist.get_rank(), (1, 32), 3, 2)
+    sizes = guards.Sizes(1, 32, 128, 4)
+    return guards.compare_steps(dist.get_rank(), sizes, 3, 2), guards.measure_parts(dist.get_rank(), sizes, 100)
 
 
 def test_guards_are_compared_step_by_step_with_none() -> None:
-    ratios = run_distributed(compare_guards, 2)[0]
-    assert len(ratios) == 3 and all(ratio > 0 for ratio in ratios)
+    pairs, parts = run_distributed(compare_guards, 2)[0]
+    assert len(pairs) == 3 and all(seconds > 0 for pair in pairs for seconds in pair)
+    assert len(parts) == 5 and all(0 < processor < 5 for processor, _ in parts.values()), parts
     # The 6th and the 15th of 20 values: between them the median lies in 95 of 100 cases.
     assert guards.find_interval(range(20, 0, -1)) == (10.5, 6, 15)

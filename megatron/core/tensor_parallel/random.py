@@ -72,6 +72,10 @@ class CudaRNGStatesTracker:
         """Return a copy of every stream's state, as a checkpoint keeps it."""
         return {name: state.clone() for name, state in self._states.items()}
 
+    def look_at_states(self) -> dict[str, Tensor]:
+        """Return every stream's state itself, which is never changed in place."""
+        return dict(self._states)
+
     def set_states(self, states: dict[str, Tensor]) -> None:
         """Continue the streams from what `get_states` returned."""
         self._states = {name: state.clone() for name, state in states.items()}

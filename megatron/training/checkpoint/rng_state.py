@@ -63,8 +63,9 @@ class RandomState:
     @classmethod
     def take(cls) -> RandomState:
         """The state now."""
-        # As a dictionary: numpy takes ten times as long for its older form.
-        return cls(random.getstate(), np.random.get_state(legacy=False), get_torch_states())
+        # Every step does this. As a dictionary: numpy takes ten times as long for its older form.
+        streams = {_STREAM + name: state for name, state in get_cuda_rng_tracker().look_at_states().items()}
+        return cls(random.getstate(), np.random.get_state(legacy=False), get_rng_state() | streams)
 
     def put_back(self) -> None:
         """Let all generators go on from here."""

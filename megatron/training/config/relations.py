@@ -173,6 +173,18 @@ def growing_batch_is_possible(run: RunGroups) -> Iterator[str]:
             yield from error.problems
 
 
+def phases_have_one_batch_size(run: RunGroups) -> Iterator[str]:
+    """Phases of the data are counted in iterations of equal size, each sample by itself."""
+    training = run.training
+    if training.phase_transition_iterations is None:
+        return
+    others = [name for name in ("rampup_batch_size", "step_batch_size_schedule") if getattr(training, name) is not None]
+    if run.model.hybrid_context_parallel:
+        others.append("hybrid_context_parallel")
+    for name in others:
+        yield f"--phase-transition-iterations counts batches of one size, and {run.say(name)} has others; leave it out"
+
+
 def _say_once_of_all_sizes(run: RunGroups, sizes: list[int], samples_per_microbatch: int) -> Iterator[str]:
     """One sentence for all sizes of a growing batch that the interleaved schedule cannot run."""
     problems = {size: find_interleaving_problem(run, size // samples_per_microbatch) for size in sizes}
@@ -365,7 +377,8 @@ LOOP_RELATIONS = (
 """Relations that only our own loop needs: a program with a loop of its own need not say how long it trains."""
 RELATIONS = (
     run_is_described, training_has_documents, batch_is_divisible, evaluation_batch_is_divisible,
-    growing_batch_is_possible, units_agree, there_is_a_step, warmup_ends_before_the_decay, warmup_rises,
+    growing_batch_is_possible, phases_have_one_batch_size,
+    units_agree, there_is_a_step, warmup_ends_before_the_decay, warmup_rises,
     final_decay_has_a_length,
     constant_weight_decay_is_said_once, weights_come_from_somewhere, checkpoint_format_fits_the_sharding,
     bad_numbers_can_be_left, restarts_go_on_from_what_is_saved, upstream_knows_what_is_saved,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,9 @@ class TrainingConfig(CheckedConfig):
     """Samples over all runs. Give this or --train-iters."""
     exit_interval: int | None = flag(None, minimum=1, unit="iterations")
     """Save and stop after an iteration divisible by this."""
+    phase_transition_iterations: str | None = flag(None, metavar="N[,N...]", kind="numerics")
+    """Save and stop after each of these iterations. The run that is started again there reads its data, which may be
+    others, from their first sample on; the global batch size is the same in all phases."""
     exit_duration_in_mins: int | None = flag(None, minimum=1, unit="minutes")
     """Save and stop after this time."""
     exit_signal_handler: bool = False
@@ -95,8 +99,19 @@ class TrainingConfig(CheckedConfig):
         if isinstance(self.step_batch_size_schedule, list):
             self.step_batch_size_schedule = " ".join(map(str, self.step_batch_size_schedule))
 
+    @property
+    def phase_transitions(self) -> list[int]:
+        """--phase-transition-iterations as numbers, in order; none where they are not given."""
+        return sorted({int(number) for number in (self.phase_transition_iterations or "").split(",") if number.strip()})
+
     def problems(self) -> Iterator[str]:
-        """The length is said once; the signal can be waited for."""
+        """The length is said once; the signal can be waited for; phases end after numbered iterations."""
+        transitions = self.phase_transition_iterations
+        if transitions is not None and not re.fullmatch(r" *[1-9][0-9]{0,11} *(, *[1-9][0-9]{0,11} *)*", transitions):
+            yield (
+                f"{self.say('phase_transition_iterations')} is not a list of iterations, counted from 1, with commas "
+                "between them; give one such as 1000,2000"
+            )
         if self.train_iters is not None and self.train_samples is not None:
             yield f"{self.say('train_iters')} and {self.say('train_samples')} both say how long to train; keep one"
         if self.exit_signal_handler and self.exit_signal in UNCATCHABLE_SIGNALS:

@@ -126,6 +126,8 @@ class TrainingData:
     planned: Callable[[int], Generator[Batch, None, None]] | None = None
     """Counterpart of `open` for training data where a plan says which samples share a microbatch: see
     planned_batches.py."""
+    first_sample: int = 0
+    """Of the training data, in the order of the whole run: with --phase-transition-iterations others came before."""
     _open: list[Generator[Batch, None, None]] = field(default_factory=list, init=False)
 
     def has(self, split: str) -> bool:
@@ -147,6 +149,13 @@ class TrainingData:
         """
         parts = self.parts(split)
         dataset = parts[part] if parts else None
+        if split == "train":
+            consumed_samples -= self.first_sample
+            if consumed_samples < 0:
+                raise DataError(
+                    f"sample {consumed_samples + self.first_sample} is of an earlier phase of the data, which this run "
+                    f"does not have: its first one is {self.first_sample}; start again with the data of that phase"
+                )
         # Evaluation is never planned: its batches are those of the run without plans, so losses stay comparable.
         if self.planned is not None and split == "train":
             return self._register(self.planned(consumed_samples))

@@ -33,8 +33,8 @@ _LEFT_OUT = frozenset(
     dataloader_defer_npy_index_mmap fim_data sft create_attention_mask_in_dataloader
     tensorboard_dir wandb_project wandb_exp_name wandb_entity wandb_save_dir metrics_dir log_progress
     alert_command alert_webhook alert_stall_seconds flight_recorder_dump_path
-    exit_interval exit_duration_in_mins iterations_to_skip start_eval_at_iter eval_interval eval_sample_prompt
-    eval_sample_tokens eval_tasks eval_tasks_path eval_tasks_limit
+    exit_interval phase_transition_iterations exit_duration_in_mins iterations_to_skip
+    start_eval_at_iter eval_interval eval_sample_prompt eval_sample_tokens eval_tasks eval_tasks_path eval_tasks_limit
     full_validation multiple_validation_sets validation_set_names skip_train
     rampup_batch_size step_batch_size_schedule train_samples lr_decay_samples lr_warmup_samples lr_wsd_decay_samples
     lr_decay_iters lr_warmup_fraction eval_global_batch_size eval_micro_batch_size

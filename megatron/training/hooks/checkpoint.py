@@ -41,7 +41,7 @@ from megatron.training.rerun.emergency_save import (
     take_condition,
 )
 from megatron.training.rerun.replay import StepStart
-from megatron.training.run import Hook, HookContext, Phase, Progress, Run, StepResult
+from megatron.training.run import Hook, HookContext, Phase, Progress, Run, StepResult, StepWatch
 
 _PATIENCE_SECONDS = 60.0
 """Seconds that a run that ends with an error waits for ranks that may be gone, so that its last save comes to an
@@ -102,8 +102,10 @@ class CheckpointHook(Hook):
 
     phase = Phase.SAVE
 
-    def __init__(self, settings: CheckpointConfig) -> None:
+    def __init__(self, settings: CheckpointConfig, watch: StepWatch | None = None) -> None:
+        """watch: is told of saves that training waits for."""
         assert settings.save is not None
+        self._watch = watch
         self.settings = settings
         self._persistent = _Series(
             Path(settings.save),
@@ -129,7 +131,7 @@ class CheckpointHook(Hook):
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> CheckpointHook | None:
         """Return the hook for --save; None where it is not asked for."""
-        return None if config.checkpoint.save is None else cls(config.checkpoint)
+        return None if config.checkpoint.save is None else cls(config.checkpoint, context.watch)
 
     def on_train_start(self, run: Run) -> None:
         """Note what --load has restored: it need not be saved again."""
@@ -245,9 +247,10 @@ class CheckpointHook(Hook):
                 say(f"checkpoint: iteration {iteration} of an earlier run stays as {kept}")
         self._note_foreign(run)
         started_at = time.monotonic()
-        path = save_checkpoint(
-            run, self._saver, non_persistent_root=None if series is self._persistent else series.root
-        )
+        with contextlib.nullcontext() if self._watch is None else self._watch.saving():
+            path = save_checkpoint(
+                run, self._saver, non_persistent_root=None if series is self._persistent else series.root
+            )
         if path is not None:
             elapsed = time.monotonic() - started_at
             self._note_saved(run, path, Outcome(run.progress.iteration, path, None, elapsed, elapsed))

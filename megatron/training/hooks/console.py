@@ -159,10 +159,14 @@ class ConsoleHook(Hook):
         return None if pace is None else pace * samples
 
     def _predict_stop(self, run: Run) -> float | None:
-        """Seconds until --exit-interval or --exit-duration-in-mins ends the run; None without them."""
-        training, stops = run.config.training, []
+        """Seconds until --exit-interval, --phase-transition-iterations or --exit-duration-in-mins ends the run; None
+        without them."""
+        training, done, stops = run.config.training, run.progress.iteration, []
+        transitions = [number - done for number in training.phase_transitions if number >= done]
         if training.exit_interval is not None:
-            stops.append(self._predict(run, -run.progress.iteration % training.exit_interval) or 0.0)
+            transitions.append(-done % training.exit_interval)
+        if transitions:
+            stops.append(self._predict(run, min(transitions)) or 0.0)
         if training.exit_duration_in_mins is not None:
             elapsed = time.monotonic() - PROGRAM_STARTED_AT
             stops.append(max(0.0, 60.0 * training.exit_duration_in_mins - elapsed))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reasons for which a run ends before --train-iters: Ctrl-C, --exit-interval, --exit-duration-in-mins,
---exit-signal-handler.
+"""Reasons for which a run ends before --train-iters: Ctrl-C, --exit-interval, --phase-transition-iterations,
+--exit-duration-in-mins, --exit-signal-handler.
 
 All of them end it in order: the iteration is finished, and CheckpointHook saves.
 """
@@ -37,6 +37,7 @@ class ExitHook(Hook):
         """clock_started_at: time.monotonic() when the program started; setup counts as well."""
         training = config.training
         self.interval = training.exit_interval
+        self.transitions = frozenset(training.phase_transitions)
         self.longest_seconds = None if training.exit_duration_in_mins is None else 60.0 * training.exit_duration_in_mins
         self.exit_signal = signal.Signals[training.exit_signal] if training.exit_signal_handler else None
         self.save = config.checkpoint.save
@@ -75,8 +76,9 @@ class ExitHook(Hook):
             # Clocks differ between ranks: the first one whose time is over asks for all.
             self._agreement.ask(f"exiting program after {elapsed / 60:.1f} minutes")
         self._stop(run, self._agreement.look())
-        if self.interval is not None and run.progress.iteration % self.interval == 0:
-            run.request_stop(f"exiting program at iteration {run.progress.iteration}")
+        done = run.progress.iteration
+        if done in self.transitions or (self.interval is not None and done % self.interval == 0):
+            run.request_stop(f"exiting program at iteration {done}")
 
     def on_save(self, run: Run) -> None:
         """End the run for what was asked for during a save right after it: another iteration would be saved once

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class HangWatchHook(Hook):
-    """Notes each step and micro-batch. Evaluation and saves, which take what they take, are not watched."""
+    """Notes each step and micro-batch. An evaluation takes what it takes, and is not watched; saves note themselves."""
 
     # Next to the step: what other hooks do before and after it is no part of it.
     phase = Phase.MEASURE

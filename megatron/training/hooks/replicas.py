@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.collectives import all_gather_into_tensor, all_gather_object, all_reduce
+from megatron.core.device import is_cpu
 from megatron.core.distributed.model_chunk import ModelChunk
 from megatron.core.errors import DriftError
 from megatron.core.placement import get_placement
@@ -30,6 +31,8 @@ from megatron.training.run import Hook, HookContext, Run, StepResult
 MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64
 CHUNK = 2**22
 """Elements whose 64-bit products are in memory at a time: 32 MiB."""
+_CHUNK_OF_CPU = 2**16
+"""The same on a CPU, where they stay in its cache."""
 
 Key = tuple[str, tuple[int, ...], int]
 """Name in the whole model, coordinate of the shard, first element where replicas divide the shard."""
@@ -119,11 +122,12 @@ def compute_checksum(values: Tensor) -> Tensor:
     """
     bits = values.detach().reshape(-1).view(_INTEGERS[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for start in range(0, bits.numel(), CHUNK):
-        part = bits[start : start + CHUNK].long()
-        place = torch.arange(start, start + part.numel(), device=values.device)
+    size = min(CHUNK, bits.numel(), _CHUNK_OF_CPU if is_cpu(values) else CHUNK)
+    # An odd number for each place in a chunk, and one for each chunk: products of odd numbers are odd.
+    factors = (torch.arange(size, device=values.device) * MULTIPLIER) | 1
+    for number, part in enumerate(bits.split(size) if size else ()):
         # Sums of integers wrap around, and are the same in any order.
-        total += (part * ((place * MULTIPLIER) | 1)).sum()
+        total.add_((part * factors[: part.numel()]).sum(), alpha=2 * number + 1)
     return total
 
 

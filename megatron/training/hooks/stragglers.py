@@ -20,11 +20,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron.core.collectives import all_gather_object
+import torch
+from torch import Tensor
+
+from megatron.core.collectives import all_gather_into_tensor, all_gather_object
 from megatron.core.errors import say
 from megatron.training.config.container import RunConfig
 from megatron.training.config.reliability import ReliabilityConfig
-from megatron.training.hooks.work_clock import DATA, FORWARD, OWN_WORK, REST, PhaseTime, WorkClock
+from megatron.training.hooks.work_clock import DATA, FORWARD, OWN_WORK, PHASES, REST, PhaseTime, WorkClock
 from megatron.training.run import Hook, HookContext, Phase, Run, Step, StepResult
 
 if TYPE_CHECKING:
@@ -50,13 +53,11 @@ class RankTimes(NamedTuple):
     stage: int
     """Of the pipeline: only ranks of one stage do the same work."""
     phases: dict[str, PhaseTime]
-    is_on: bool
-    """State of this rank's switch; the first rank's counts."""
 
     @property
     def work_ms(self) -> float:
         """Milliseconds of its own work."""
-        return sum(self.phases[phase].milliseconds for phase in OWN_WORK)
+        return sum(self.phases[phase].usual for phase in OWN_WORK)
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def find_suspects(times: Sequence[RankTimes]) -> list[Suspect]:
         least = _LEAST_SHARE_OF_WORK * statistics.median(times[rank].work_ms for rank in peers)
         for phase in OWN_WORK:
             taken = [times[rank].phases[phase] for rank in peers]
-            suspects = find_slow_ranks(phase, [t.milliseconds for t in taken], least, [t.error for t in taken])
+            suspects = find_slow_ranks(phase, [t.usual for t in taken], least, [t.error for t in taken])
             found += [replace(suspect, rank=peers[suspect.rank]) for suspect in suspects]
     return found
 
@@ -150,6 +151,8 @@ class StragglerHook(Hook):
         self._slow: Counter[tuple[str, int]] = Counter()
         """(phase, rank) -> reports in succession in which it was slow."""
         self._switch: socket.socket | None = None
+        self._places: list[tuple[str, int]] = []
+        """Host and pipeline stage of each rank."""
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> StragglerHook | None:
@@ -160,6 +163,7 @@ class StragglerHook(Hook):
     def on_train_start(self, run: Run) -> None:
         """Time this rank's work; on the first rank, listen for whoever switches reports on and off."""
         self._clock.attach(run)
+        self._places = all_gather_object((socket.gethostname(), run.groups.pp.rank()), run.groups.world)
         if run.is_first_rank:
             self._listen()
 
@@ -183,17 +187,29 @@ class StragglerHook(Hook):
         self._tokens += result.samples * run.seq_length
         if run.progress.iteration % self._log_interval:
             return
-        own = RankTimes(socket.gethostname(), run.groups.pp.rank(), self._clock.read(), self._is_on)
-        times = all_gather_object(own, run.groups.world)
-        if times[0].is_on:
+        found = self._gather(run)
+        # The first rank's metrics are those that are written.
+        if run.is_first_rank and self._is_on:
+            times = [
+                RankTimes(host, stage, {phase: PhaseTime(*row) for phase, row in zip(PHASES, rows, strict=True)})
+                for (host, stage), rows in zip(self._places, found.tolist(), strict=True)
+            ]
             for phase in OWN_WORK:
                 taken = [t.phases[phase].milliseconds for t in times]
                 run.metrics.record(f"{phase}-ms-of-slowest-rank", max(taken), reduce="last")
                 run.metrics.record(f"{phase}-ms-of-median-rank", statistics.median(taken), reduce="last")
-            if run.is_first_rank:
-                self._report(run, times)
-                self._note(run, times)
+            self._report(run, times)
+            self._note(run, times)
         self._iterations = self._tokens = 0
+
+    def _gather(self, run: Run) -> Tensor:
+        """The times of all ranks: float64 [ranks, phases, 3], on the device."""
+        read, world = self._clock.read(), run.groups.world
+        rows = [(read[phase].milliseconds, read[phase].error, read[phase].usual) for phase in PHASES]
+        own = torch.tensor(rows, dtype=torch.float64, device=run.device)
+        found = own.new_empty(world.size() * len(PHASES), 3)
+        all_gather_into_tensor(found, own, world)
+        return found.view(world.size(), len(PHASES), 3)
 
     def _note(self, run: Run, times: Sequence[RankTimes]) -> None:
         """Leave the slowest ranks to the run's page."""

@@ -29,11 +29,22 @@ DATA, FORWARD, BACKWARD, OPTIMIZER, REST = "data", "forward", "backward", "optim
 OWN_WORK = (DATA, FORWARD, BACKWARD, OPTIMIZER)
 
 
+PHASES = (*OWN_WORK, REST)
+
+
 class PhaseTime(NamedTuple):
-    """Milliseconds of one phase in an iteration: the mean over some, and its standard error."""
+    """Milliseconds of one phase in an iteration, over several: the mean, for reports; for comparisons the median, which
+    a few disturbed iterations do not move, and its standard error."""
 
     milliseconds: float
     error: float
+    median: float | None = None
+    """The mean stands for it where it is not known."""
+
+    @property
+    def usual(self) -> float:
+        """Milliseconds in most iterations."""
+        return self.milliseconds if self.median is None else self.median
 
 
 class WorkClock:
@@ -42,28 +53,28 @@ class WorkClock:
     def __init__(self) -> None:
         self._marks: list[tuple[str, Mark, Mark]] = []
         """Of the iteration under way."""
+        self._begun: list[Mark] = []
+        """Of the forward passes under way."""
         self._fetching = Timer(DATA)
         self._began: Mark | None = None
         self._iterations: list[tuple[list[tuple[str, Mark, Mark]], float, Mark, Mark]] = []
 
     def attach(self, run: Run) -> None:
         """Take marks around the forward and backward passes of the run's chunks, and around its updates."""
-        begun: list[Mark] = []
-
-        def begin_forward(*_: Any) -> None:
-            begun.append(mark())
-
-        def end_forward(module: nn.Module, _: Any, output: Any) -> None:
-            self._marks.append((FORWARD, begun.pop(), mark()))
-            parts = output if isinstance(output, tuple) else (output,)
-            last = next((part for part in parts if isinstance(part, Tensor) and part.requires_grad), None)
-            if last is not None and torch.is_grad_enabled():
-                last.register_hook(self._begin_backward)
-
         for chunk in run.model:
-            chunk.module.register_forward_pre_hook(begin_forward)
-            chunk.module.register_forward_hook(end_forward)
+            chunk.module.register_forward_pre_hook(self._begin_forward)
+            chunk.module.register_forward_hook(self._end_forward)
         run.optimizer.around_update = self._time_update
+
+    def _begin_forward(self, *_: Any) -> None:
+        self._begun.append(mark())
+
+    def _end_forward(self, module: nn.Module, _: Any, output: Any) -> None:
+        self._marks.append((FORWARD, self._begun.pop(), mark()))
+        parts = output if isinstance(output, tuple) else (output,)
+        last = next((part for part in parts if isinstance(part, Tensor) and part.requires_grad), None)
+        if last is not None and torch.is_grad_enabled():
+            last.register_hook(self._begin_backward)
 
     def _begin_backward(self, _: Tensor) -> None:
         begun = mark()
@@ -107,6 +118,9 @@ class WorkClock:
 
 def _summarise(values: list[float]) -> PhaseTime:
     # By hand: `statistics` computes in fractions, and takes a hundred times as long.
-    count, mean = len(values), sum(values) / len(values)
-    squares = sum((value - mean) ** 2 for value in values)
-    return PhaseTime(mean, math.sqrt(squares / (count - 1) / count) if count > 1 else 0.0)
+    count, mean, ordered = len(values), sum(values) / len(values), sorted(values)
+    middle = (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
+    # Half of the values lie between the quartiles, which of a normal distribution are 1.35 standard deviations apart;
+    # the median of such values has an error that is 1.25 times that of their mean.
+    deviation = (ordered[(3 * count) // 4] - ordered[(count - 1) // 4]) / 1.35 if count > 1 else 0.0
+    return PhaseTime(mean, 1.25 * deviation / math.sqrt(count), middle)

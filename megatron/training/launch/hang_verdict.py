@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.errors import format_bytes
-from megatron.core.progress_record import OUTSIDE, STEP, Call, Snapshot
+from megatron.core.progress_record import OUTSIDE, SAVE, STEP, Call, Snapshot
 
 _SEND = "send"
 """Counted by the sender alone, so that the number says nothing of the receiver."""
@@ -153,7 +153,10 @@ def _find_other_collective(states: Sequence[RankState]) -> Verdict | None:
 
 
 def _find_first_silent(states: Sequence[RankState]) -> Verdict:
-    inside = [state for state in states if state.record.phase == STEP]
+    if all(state.record.phase == SAVE for state in states):
+        place = f"in the save of iteration {states[0].record.iteration}"
+        return Verdict((), f"all ranks are silent {place}: the network or the disk does not answer")
+    inside = [state for state in states if state.record.phase in (STEP, SAVE)]
     if not inside or len(inside) < len(states):
         found = [state for state in states if state.record.phase == OUTSIDE] or list(states)
         return _accuse(found, f"{'is' if len(found) == 1 else 'are'} between two steps", inside)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from megatron.core.errors import TemporaryError, say, tell_launcher
 from megatron.core.process_groups_config import group_ranks
-from megatron.core.progress_record import ENDED, STEP, VERDICT, ProgressRecord
+from megatron.core.progress_record import ENDED, SAVE, STEP, VERDICT, ProgressRecord
 from megatron.core.traffic import Meter
 from megatron.training.config.container import RunConfig
 from megatron.training.launch import hang_watcher
@@ -54,7 +54,7 @@ class HangLimits:
     seconds: float | None
     """Silence of a step that is taken for a hang; None where it follows from the first steps."""
     most_seconds: float
-    """The same until then."""
+    """The same until then, and of a save."""
     poll_seconds: float = hang_watcher.POLL_SECONDS
     """Between two looks of the watcher."""
     rejoin_seconds: float = 0.0
@@ -76,6 +76,7 @@ class HangWatch:
         self._path = self._directory / f"rank_{launch.rank}.progress"
         self._record = ProgressRecord.make(self._path, launch.rank)
         self._record.set_limit(limits.most_seconds if limits.seconds is None else limits.seconds)
+        self._record.set_save_limit(limits.most_seconds)
         self._meters: dict[dist.ProcessGroup, Meter] = {}
         self._stack_file = self._path.with_suffix(".stack").open("w")
         # In C, without the interpreter lock: also where a thread holds it.
@@ -105,6 +106,15 @@ class HangWatch:
         for batch in batches:
             self._record.take_microbatch()
             yield batch
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Note that a save begins, and that it is over."""
+        self._record.begin_save()
+        try:
+            yield
+        finally:
+            self._record.leave_step()
 
     def end_step(self) -> float | None:
         """Note that the iteration is over; return the limit in seconds where it follows from the steps so far, once."""
@@ -160,8 +170,9 @@ class HangWatch:
             f"import sys; sys.path.insert(0, {root!r}); from {hang_watcher.__name__} import main; main(sys.argv[1:])"
         )
         limits = self._limits
-        times = [str(t) for t in (limits.poll_seconds, limits.rejoin_seconds, limits.termination_seconds)]
-        arguments = [str(self._directory), str(launch.master_addr), str(launch.master_port), _prefix(launch), *times]
+        store = (launch.master_addr, launch.master_port, _prefix(launch), launch.world_size)
+        times = (limits.poll_seconds, limits.rejoin_seconds, limits.termination_seconds)
+        arguments = [str(self._directory), *map(str, (*store, *times))]
         with contextlib.suppress(OSError):
             subprocess.Popen(
                 [sys.executable, "-c", program, *arguments, *([self._save] if self._save else [])],
@@ -176,7 +187,7 @@ class HangWatch:
             deadline = time.monotonic() + self._limits.rejoin_seconds
             while time.monotonic() < deadline:
                 # What it does before it begins again, a save for example, takes what it takes.
-                if self._ended.wait(_POLL_SECONDS) or self._record.read().phase != STEP:
+                if self._ended.wait(_POLL_SECONDS) or self._record.read().phase not in (STEP, SAVE):
                     return
         sentence = "the job makes no progress"
         with contextlib.suppress(OSError):

@@ -1,38 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process that watches the ranks of one host; the first of them starts it, with the arguments
 
-    RECORDS HOST PORT PREFIX POLL REJOIN TERMINATION [REPORTS]
+    RECORDS HOST PORT PREFIX WORLD POLL REJOIN TERMINATION [REPORTS]
 
 It reads their progress records (megatron/core/progress_record.py), and so needs neither their interpreter lock nor
-their consent. When a step is silent for longer than its limit, the watchers of all hosts put what they see into the
-job's store at HOST and PORT, one of them judges, and each lets its ranks end with exit code 75; a rank that cannot is
-killed. POLL are the seconds between two looks; REJOIN, where the job begins again inside its processes, those in which
-ranks must have come out of the step; TERMINATION those between SIGTERM and SIGKILL for ranks that have not.
+their consent. When a step is silent for longer than its limit, the watchers of all hosts meet at the job's store at
+HOST and PORT (hang_meeting.py), one of them judges, and each lets its ranks end with exit code 75; a rank that cannot
+is killed. WORLD is the number of ranks of the job. POLL are the seconds between two looks; REJOIN, where the job begins
+again inside its processes, those in which ranks must have come out of the step; TERMINATION those between SIGTERM and
+SIGKILL for ranks that have not.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron.core.errors import say
-from megatron.core.progress_record import ALARM, ENDED, STEP, VERDICT, ProgressRecord
+from megatron.core.progress_record import ALARM, ENDED, SAVE, STEP, VERDICT, ProgressRecord
+from megatron.training.launch.hang_meeting import Meeting, Outcome
 from megatron.training.launch.hang_verdict import RankState, Verdict, judge
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 RECORD = "rank_*.progress"
 STACK_SIGNAL = signal.SIGRTMIN + 7
@@ -42,8 +38,6 @@ RECORDER = ".recorder"
 """Suffix of the file in which a rank writes what torch's flight recorder knows."""
 POLL_SECONDS = 0.25
 _SHORT_LIMIT_SECONDS = 20.0
-_ANSWER_SECONDS = 10.0
-"""Seconds that the judge waits for the other hosts, which answer within one unless they are busy, or gone."""
 _STACK_SECONDS = 0.4
 _END_SECONDS = 1.5
 """Ranks end by themselves in this time, or are killed."""
@@ -62,17 +56,28 @@ class Watched:
 
     stopped_since: float | None = None
     """By time.monotonic(), since when the process has been seen stopped."""
+    written_bytes: int | None = 0
+    """Of its process, as it was seen last in a save."""
 
     def look(self, now: float) -> bool:
-        """Read the record; True where the rank is in a step and has been silent for longer than its limit, or is
-        stopped for as long anywhere, as no slow disk does."""
+        """Read the record; True where the rank has been silent in a step or a save for longer than the limit of that,
+        or is stopped for as long as a step's limit anywhere, as no slow disk does."""
         seen = self.record.read()
-        if seen.changes != self.changes:
+        state = read_process_state(seen.process)
+        if seen.changes != self.changes or (seen.phase == SAVE and self._writes(seen.process, state)):
             self.changes, self.moved_at = seen.changes, now
-        is_stopped = read_process_state(seen.process) in ("T", "t")
-        self.stopped_since = (self.stopped_since or now) if is_stopped else None
-        since = self.moved_at if seen.phase == STEP else self.stopped_since
-        return since is not None and seen.phase != ENDED and 0 < seen.limit_seconds <= now - since
+        self.stopped_since = (self.stopped_since or now) if state in ("T", "t") else None
+        silent = {STEP: seen.limit_seconds, SAVE: seen.save_limit_seconds}.get(seen.phase, 0.0)
+        if 0 < silent <= now - self.moved_at:
+            return True
+        since = None if seen.phase in (STEP, ENDED) else self.stopped_since
+        return since is not None and 0 < seen.limit_seconds <= now - since
+
+    def _writes(self, process: int, state: str | None) -> bool:
+        """Return whether the process has written since the last look, or waits for a disk."""
+        before, self.written_bytes = self.written_bytes, read_written_bytes(process)
+        # Where it cannot be known nobody is accused.
+        return state == "D" or self.written_bytes is None or self.written_bytes != before
 
     @property
     def is_half_way(self) -> bool:
@@ -105,17 +110,31 @@ def read_process_state(process: int) -> str | None:
     return None if fields[0] in ("Z", "X") else fields[0]
 
 
+def read_written_bytes(process: int) -> int | None:
+    """Return how many bytes a process has written since it began; None where that cannot be read."""
+    try:
+        return int(Path(f"/proc/{process}/io").read_text().partition("wchar:")[2].split()[0])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 class Watcher:
     """Watches the ranks whose records are in one directory."""
 
     def __init__(
-        self, directory: Path, address: tuple[str, int], prefix: str, times: tuple[float, float, float], reports: Path
+        self,
+        directory: Path,
+        store: tuple[str, int, str],
+        world_size: int,
+        times: tuple[float, float, float],
+        reports: Path,
     ) -> None:
-        self._directory, self._address, self._prefix, self._reports = directory, address, prefix, reports
+        """store: host, port, prefix of keys. times: POLL, REJOIN, TERMINATION."""
+        self._directory, self._store, self._world_size, self._reports = directory, store, world_size, reports
         self._poll_seconds, self._rejoin_seconds, self._termination_seconds = times
         self._ranks: dict[Path, Watched] = {}
-        self._store: Store | None = None
-        self._connects = False
+        self._meeting: Meeting | None = None
+        """With the watchers of other hosts, where steps are under way, or hurry is needed."""
 
     def run(self) -> None:
         """Watch until the last rank of this host has ended, or the job was found to be hung."""
@@ -124,15 +143,14 @@ class Watcher:
             self._find_ranks()
             now = time.monotonic()
             is_hung = [watched for watched in list(self._ranks.values()) if watched.look(now)]
-            if is_hung or self._hears_alarm():
+            if is_hung or (self._meeting is not None and self._meeting.is_alarmed.is_set()):
                 self._raise_alarm()
                 return
             if all(self._has_left(watched) for watched in self._ranks.values()):
                 return
-            # Loading torch takes seconds, which are not to be lost when the limit is reached.
-            if not self._connects and any(watched.is_half_way for watched in self._ranks.values()):
-                self._connects = True
-                threading.Thread(target=self._connect, daemon=True).start()
+            # Not during set-up, when its ranks are not there yet, and everybody is busy.
+            if self._is_half_way() or any(w.record.read().phase == STEP for w in self._ranks.values()):
+                self._meet_others()
 
     def _find_ranks(self) -> None:
         for path in self._directory.glob(RECORD):
@@ -145,26 +163,18 @@ class Watcher:
         seen = watched.record.read()
         return seen.phase == ENDED or read_process_state(seen.process) is None
 
-    def _connect(self) -> None:
-        with contextlib.suppress(Exception):  # the host of the store may be what hangs: then this host judges alone
-            from datetime import timedelta
+    def _meet_others(self) -> None:
+        """Begin to meet the watchers of other hosts, where there are any."""
+        if self._meeting is None and len(self._ranks) < self._world_size:
+            host, port, prefix = self._store
+            self._meeting = Meeting((host, port), prefix, self._list_ranks, self._world_size, self._is_half_way)
+            self._meeting.start()
 
-            from torch.distributed import PrefixStore, TCPStore
+    def _list_ranks(self) -> list[int]:
+        return [watched.record.read().rank for watched in list(self._ranks.values())]
 
-            host, port = self._address
-            # A plain socket first: torch prints the frames of its stack where nobody answers.
-            socket.create_connection(self._address, timeout=2.0).close()
-            store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=2), wait_for_workers=False)
-            self._store = PrefixStore(self._prefix, store)
-
-    def _hears_alarm(self) -> bool:
-        if self._store is None:
-            return False
-        try:
-            return self._store.check(["alarm"])
-        except RuntimeError:
-            self._store = None
-            return False
+    def _is_half_way(self) -> bool:
+        return any(watched.is_half_way for watched in list(self._ranks.values()))
 
     # ---- the job is hung
 
@@ -173,48 +183,12 @@ class Watcher:
         verdict, states, stacks = self._judge_together(own)
         self._end_ranks(verdict, self._write_report(verdict, states, stacks))
 
-    def _judge_together(self, own: Sequence[RankState]) -> tuple[Verdict | None, list[RankState], str]:
-        """Return the verdict, None where another host has it; the states that it rests on; the stacks."""
+    def _judge_together(self, own: list[RankState]) -> Outcome:
+        self._meet_others()
         stacks = self._collect_stacks()
-        world = max([1, *(1 + rank for state in own for call in state.record.calls for rank in call.ranks)])
-        if self._store is None and len(own) < world:
-            self._connect()
-        if self._store is None or len(own) == world:
-            # All ranks are here, or only those that are can be seen.
-            return judge(own, len(own)), list(own), stacks
-        try:
-            self._store.set("alarm", "1")
-            content = {"states": [state.to_json() for state in own], "stacks": stacks}
-            self._store.set(f"host/{own[0].rank}", json.dumps(content))
-            self._store.set(f"names/{self._store.add('hosts', 1)}", str(own[0].rank))
-            if self._store.add("judges", 1) > 1:
-                self._wait_for_verdict(self._store)
-                return None, list(own), stacks
-            states, texts = self._wait_for_hosts(self._store, world)
-            return judge(states, world), states, "\n\n".join(texts)
-        except RuntimeError:
-            return judge(own, len(own)), list(own), stacks
-
-    def _wait_for_hosts(self, store: Store, world: int) -> tuple[list[RankState], list[str]]:
-        found: dict[str, dict[str, object]] = {}
-        deadline = time.monotonic() + _ANSWER_SECONDS
-        while True:
-            for number in range(1, store.add("hosts", 0) + 1):
-                name = store.get(f"names/{number}").decode()
-                if name not in found:
-                    found[name] = json.loads(store.get(f"host/{name}"))
-            states = [RankState.from_json(s) for host in found.values() for s in _list(host["states"])]
-            if len(states) >= world or time.monotonic() > deadline:
-                return states, [str(host["stacks"]) for host in found.values() if host["stacks"]]
-            time.sleep(POLL_SECONDS)
-
-    @staticmethod
-    def _wait_for_verdict(store: Store) -> None:
-        """Keep this host's ranks until the verdict is out: the store may be in one of them, and the end of another
-        would look like the cause."""
-        deadline = time.monotonic() + 2 * _ANSWER_SECONDS
-        while time.monotonic() < deadline and not store.check(["judged"]):
-            time.sleep(POLL_SECONDS)
+        outcome = None if self._meeting is None else self._meeting.judge_together(own, stacks)
+        # Without a meeting all ranks are here, or only those that are can be seen.
+        return outcome or Outcome(judge(own, self._world_size), own, stacks)
 
     def _collect_stacks(self) -> str:
         for watched in self._ranks.values():
@@ -253,9 +227,8 @@ class Watcher:
             say(f"error: {sentence}", sys.stderr)
         for watched in self._ranks.values():
             watched.record.tell(VERDICT)
-        if verdict is not None and self._store is not None:
-            with contextlib.suppress(RuntimeError):
-                self._store.set("judged", "1")
+        if verdict is not None and self._meeting is not None:
+            self._meeting.close()
         if self._rejoin_seconds:
             # Now: the others meet as soon as it is gone, and it could wake up among them.
             self._signal(signal.SIGKILL, only_stopped=True)
@@ -286,21 +259,19 @@ class Watcher:
         """Return the processes of ranks that are not through with the step that hangs."""
         left = [w.record.read() for w in self._ranks.values() if not self._has_left(w)]
         if self._rejoin_seconds:
-            left = [r for r in left if r.phase == STEP or read_process_state(r.process) in ("T", "t")]
+            left = [r for r in left if r.phase in (STEP, SAVE) or read_process_state(r.process) in ("T", "t")]
         return [record.process for record in left]
-
-
-def _list(value: object) -> list[dict[str, object]]:
-    assert isinstance(value, list), "written by another watcher of this job"
-    return value
 
 
 def main(arguments: Sequence[str]) -> None:
     """Watch; the ranks' Ctrl-C and SIGTERM are not this process's."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    directory, host, port, prefix, poll, rejoin, termination, *reports = arguments
-    place = Path(reports[0]) if reports else Path(tempfile.gettempdir())
-    Watcher(Path(directory), (host, int(port)), prefix, (float(poll), float(rejoin), float(termination)), place).run()
+    directory, host, port, prefix, world_size, poll, rejoin, termination, *reports = arguments
+    place, times = (
+        Path(reports[0] if reports else tempfile.gettempdir()),
+        (float(poll), float(rejoin), float(termination)),
+    )
+    Watcher(Path(directory), (host, int(port), prefix), int(world_size), times, place).run()
     # What killed ranks have left.
     shutil.rmtree(directory, ignore_errors=True)

@@ -24,7 +24,7 @@ def _times(factor: float = 1.0, *, stage: int = 0, **phases: float | PhaseTime) 
         phase: value if isinstance(value, PhaseTime) else PhaseTime(factor * value, 0.0)
         for phase, value in (_USUAL | phases).items()
     }
-    return RankTimes("a", stage, found, True)
+    return RankTimes("a", stage, found)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 16, 1000])

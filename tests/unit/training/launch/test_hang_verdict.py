@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import pytest
 
 from megatron.core.mesh import RankGrid
-from megatron.core.progress_record import OUTSIDE, STEP, Call, Snapshot
+from megatron.core.progress_record import OUTSIDE, SAVE, STEP, Call, Snapshot
 from megatron.training.launch.hang_verdict import RankState, judge
 
 Group = tuple[str, tuple[int, ...]]
@@ -129,6 +129,13 @@ def test_without_collectives_the_rank_between_steps_or_behind_is_named() -> None
     assert judge(behind, job.size).culprits == (0,)
     assert judge(states, job.size).culprits == ()
     assert "none is behind: the network or a device does not answer" in judge(states, job.size).sentence
+
+
+def test_a_save_that_hangs_is_called_one() -> None:
+    job = _Job(2)
+    saving = judge(job.states(dict.fromkeys(range(job.size), SAVE)), job.size)
+    assert saving.culprits == ()
+    assert "all ranks are silent in the save of iteration 7: the network or the disk" in saving.sentence
 
 
 def test_states_travel_as_json() -> None:
