@@ -183,6 +183,10 @@ class Batch:
         assert answer.job is not None
         if event.problem is not None:
             raise BadRequest(event.problem)
+        if event.ended_by == "failed":
+            raise BadRequest(
+                "no token can follow: the model's numbers are not finite, or all are forbidden", status=500
+            )
         if event.ended_by == "lost":
             raise BadRequest("the model cannot be reached any more", status=503)
         elapsed = time.monotonic() - answer.job.began_at

@@ -30,7 +30,15 @@ from megatron.core import __version__
 from megatron.core.errors import MegatronError, say
 from megatron.core.optional_deps import require
 from megatron.serving.answers import Batch, Piece, ServedModel, list_asked
-from megatron.serving.bodies import BadRequest, ChatBody, CompletionBody, GenerateBody, parse_json, read_body
+from megatron.serving.bodies import (
+    MAX_BATCH,
+    BadRequest,
+    ChatBody,
+    CompletionBody,
+    GenerateBody,
+    parse_json,
+    read_body,
+)
 from megatron.serving.logprobs import list_chat_logprobs, list_completion_logprobs
 from megatron.serving.metrics import ServerMetrics
 from megatron.serving.page import PAGE
@@ -83,6 +91,7 @@ class Application:
             route("/metrics", self._show_metrics),
             route("/version", self._show_version),
             route("/v1/models", self._list_models),
+            route("/v1/models/{name:path}", self._show_model),
             *(route(path, self._complete, methods=["POST"]) for path in ("/v1/completions", "/completions")),
             *(route(path, self._chat, methods=["POST"]) for path in ("/v1/chat/completions", "/chat/completions")),
             route("/tokenize", self._tokenize, methods=["POST"]),
@@ -211,9 +220,14 @@ class Application:
         return _responses.PlainTextResponse(self.metrics.format(gauges, counters))
 
     async def _list_models(self, request: Request) -> Response:
-        served = self._find_model()
-        entry = {"id": served.name, "object": "model", "created": self.started_at, "owned_by": "megatron"}
-        return JSONResponse({"object": "list", "data": [entry | {"max_model_len": served.max_sequence_length}]})
+        return JSONResponse({"object": "list", "data": [self._describe(self._find_model())]})
+
+    async def _show_model(self, request: Request) -> Response:
+        return JSONResponse(self._describe(self._find_model(request.path_params["name"])))
+
+    def _describe(self, served: ServedModel) -> dict[str, Any]:
+        about = {"id": served.name, "object": "model", "created": self.started_at, "owned_by": "megatron"}
+        return about | {"max_model_len": served.max_sequence_length}
 
     async def _tokenize(self, request: Request) -> Response:
         body, served = await self._read(request), self._find_model()
@@ -236,6 +250,8 @@ class Application:
         body = read_body(CompletionBody, await self._read(request))
         served = self._find_model(body.model)
         prompts = await asyncio.to_thread(_read_prompts, served, body.prompt)
+        if (texts := len(prompts) * (body.n or 1)) > MAX_BATCH:
+            raise BadRequest(f"n: {texts} texts are asked for together, and at most {MAX_BATCH} may be", "n")
         max_tokens = 16 if body.max_tokens is None else body.max_tokens
         wants_prompt = body.logprobs if body.echo and body.logprobs is not None else body.prompt_logprobs
         batch = self._open(served)
@@ -436,8 +452,8 @@ def _read_prompts(served: ServedModel, prompt: Any) -> list[list[int]]:
     if all(type(part) is int for part in prompt):
         served.check_ids(prompt, "prompt")
         return [list(prompt)]
-    if len(prompt) > 128:
-        raise BadRequest(f"prompt has {len(prompt)} texts, and at most 128 may be asked for together", "prompt")
+    if len(prompt) > MAX_BATCH:
+        raise BadRequest(f"prompt has {len(prompt)} texts, and at most {MAX_BATCH} may be asked for together", "prompt")
     found = []
     for index, part in enumerate(prompt):
         if isinstance(part, str):

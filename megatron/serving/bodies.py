@@ -25,6 +25,9 @@ _REFUSED = {
 }  # fmt: skip
 """Fields of OpenAI's and vLLM's interfaces that would change the text, and that this server does not have."""
 
+_HARMLESS = (None, False, [], {}, "none", {"type": "text"})
+"""Values of such fields that change nothing."""
+
 T = TypeVar("T")
 
 
@@ -130,7 +133,7 @@ def read_body(kind: type[T], content: dict[str, Any], *, refuses_unknown: bool =
     pydantic = require("pydantic", needed_by="the server")
     known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for name in content.keys() - known:
-        if refuses_unknown or (name in _REFUSED and content[name] not in (None, False, [], {})):
+        if refuses_unknown or (name in _REFUSED and content[name] not in _HARMLESS):
             raise BadRequest(f"{name[:64]} is not supported here; leave it out", name[:64])
     try:
         # As JSON: its strict rules know that an object is what makes a body.
@@ -138,9 +141,24 @@ def read_body(kind: type[T], content: dict[str, Any], *, refuses_unknown: bool =
         result: T = pydantic.TypeAdapter(kind).validate_json(given)
         return result
     except pydantic.ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        field = str(first["loc"][0]) if first["loc"] else None
+        found = error.errors(include_url=False, include_input=False)
+        if not found[0]["loc"]:  # the text of all fields
+            field = next((name for name in sorted(content.keys() & known) if _is_broken(content[name])), None)
+            raise BadRequest(f"{field} has half of a surrogate pair, which is no character", field) from error
+        # Of a field that may be of several kinds, what is wrong with the kind that it comes the closest to.
+        of_field = [each for each in found if each["loc"][0] == found[0]["loc"][0]]
+        first = max(of_field, key=lambda each: (not each["type"].endswith("_type"), len(each["loc"])))
+        field = str(first["loc"][0])
         place = "".join(f"[{part}]" if isinstance(part, int) else "" for part in first["loc"][1:])
         raise BadRequest(f"{field}{place}: {first['msg'][0].lower()}{first['msg'][1:]}", field) from error
     except RecursionError as error:
         raise BadRequest("the body is nested too deeply") from error
+
+
+def _is_broken(value: Any) -> bool:
+    """Return whether a text within has what UTF-8 cannot say."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False

@@ -66,6 +66,8 @@ class _Choice(NamedTuple):
     tokens: list[int]
     logprobs: list[TokenLogprobs]
     read_logprobs: list[TokenLogprobs]
+    fails: bool = False
+    """True where no token can follow those: the model's numbers are not finite, or every token is forbidden."""
 
 
 @dataclass
@@ -231,7 +233,9 @@ class Engine:
     def _choose(self, parts: list[Part], logits: Tensor, wanted: list[int]) -> list[_Choice]:
         """Return what each request gets of logits [sum of wanted, v]."""
         # One wait for the device for all texts that take the likeliest token.
-        likeliest = logits[:, : self.vocab_size].argmax(dim=-1).tolist()
+        best = logits[:, : self.vocab_size].max(dim=-1)
+        pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+        likeliest = [token if math.isfinite(value) else None for value, token in pairs]
         choices, first = [], 0
         for part, count in zip(parts, wanted, strict=True):
             rows = slice(first, first + count)
@@ -239,7 +243,7 @@ class Engine:
             first += count
         return choices
 
-    def _choose_for(self, part: Part, logits: Tensor, likeliest: list[int]) -> _Choice:
+    def _choose_for(self, part: Part, logits: Tensor, likeliest: list[int | None]) -> _Choice:
         request = part.request
         choice = _Choice([], [], [])
         if request.prompt_logprobs is not None:
@@ -252,6 +256,8 @@ class Engine:
         drafts = request.drafts
         for row, draft in zip(range(len(logits) - len(drafts) - 1, len(logits)), [*drafts, None], strict=True):
             token = self._choose_token(request, choice.tokens, logits[row], likeliest[row], draft)
+            if token is None:
+                return choice._replace(fails=True)
             choice.tokens.append(token)
             if request.logprobs is not None:
                 choice.logprobs.extend(measure(logits[row : row + 1], [token], request.logprobs, self.vocab_size))
@@ -260,8 +266,10 @@ class Engine:
                 break
         return choice
 
-    def _choose_token(self, request: Request, chosen: list[int], logits: Tensor, likeliest: int, draft: Any) -> int:
-        """The token behind a text and those chosen in this pass, of logits [v]."""
+    def _choose_token(
+        self, request: Request, chosen: list[int], logits: Tensor, likeliest: int | None, draft: Any
+    ) -> int | None:
+        """The token behind a text and those chosen in this pass, of logits [v]; None where there is none."""
         sampling, is_too_short = request.sampling, len(request.new_tokens) + len(chosen) < request.min_new_tokens
         if sampling.greedy and not sampling.changes_logits and not is_too_short:
             return likeliest
@@ -271,6 +279,8 @@ class Engine:
         sampling.adjust(logits, [*request.text, *chosen], len(request.prompt))
         if is_too_short:
             logits[[*request.ends]] = -math.inf
+        if likeliest is None or not logits.amax().isfinite():
+            return None
         return int(choose_next_tokens(logits.unsqueeze(0), sampling, [request.generator], draft))
 
     def _take(self, part: Part, choice: _Choice) -> bool:
@@ -281,7 +291,7 @@ class Engine:
             if self.drafter is not None:
                 self.drafter.note([int(draft.tokens) for draft in request.drafts], choice.tokens)
             request.drafts = []
-        ended_by: EndedBy | None = None
+        ended_by: EndedBy | None = "failed" if choice.fails else None
         new: list[int] = []
         for token in choice.tokens:
             if token in request.ends:

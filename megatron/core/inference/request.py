@@ -14,7 +14,8 @@ from megatron.core.inference.sampling import Draft, Sampling
 if TYPE_CHECKING:
     from megatron.core.sequences.state import HeldSequence
 
-EndedBy = Literal["eod", "length", "stop", "cancelled"]
+EndedBy = Literal["eod", "length", "stop", "cancelled", "failed"]
+"""failed: no token could follow, see the engine's _Choice."""
 
 
 class TokenLogprobs(NamedTuple):

@@ -22,6 +22,9 @@ from torch import Tensor
 
 from megatron.core.errors import ConfigError
 
+_COLDEST = 1e-6
+"""Below this only the likeliest token is left in any case, and quotients would not be finite."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -104,7 +107,8 @@ def choose_next_tokens(
 def find_probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     """Return what the next token of each sequence is drawn from: logits [b, v] -> [b, v] float32, on the CPU."""
     # On the CPU in float32, as the generators are: a seed gives the same text on every device.
-    return torch.softmax(keep_likely(logits.float().cpu() / sampling.temperature, sampling), dim=-1)
+    temperature = max(sampling.temperature, _COLDEST)
+    return torch.softmax(keep_likely(logits.float().cpu() / temperature, sampling), dim=-1)
 
 
 def _draw(probabilities: Tensor, generators: Sequence[torch.Generator]) -> Tensor:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -224,6 +225,25 @@ def test_bad_requests_are_refused_and_change_nothing() -> None:
     assert not engine.has_work
     with pytest.raises(ConfigError, match="max_requests 0 must be at least 1"):
         EngineSettings(LONGEST, max_requests=0)
+
+
+def test_a_request_without_a_next_token_fails_alone() -> None:
+    model = model_of("")
+    every = frozenset(range(VOCAB_SIZE))
+    sampled = Sampling(seed=1)
+    for drafter in (None, PromptLookup()):
+        engine = Engine(model, EngineSettings(LONGEST), drafter=drafter)
+        forbidden = [Request([1], 4, each, ends=every, min_new_tokens=2) for each in (GREEDY, sampled)]
+        cold, other = Request([1], 4, Sampling(temperature=1e-320)), Request([1], 4, GREEDY)
+        engine.run([*forbidden, cold, other])
+        assert [request.ended_by for request in forbidden] == ["failed", "failed"]
+        assert cold.new_tokens == other.new_tokens
+        assert_as_alone(model, other)
+        assert_nothing_is_held(engine)
+    with torch.no_grad():
+        model.decoder.layers[0].mlp.linear_fc2.weight.fill_(math.nan)
+    for request in Engine(model, EngineSettings(LONGEST)).run([Request([1], 4, GREEDY), Request([1], 4, sampled)]):
+        assert (request.new_tokens, request.ended_by) == ([], "failed")
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import sys
 from typing import Any
 
 _ODD: list[Any] = [
-    None, True, False, -1, 0, 1, 2, 10**6, 10**30, -(2**63) - 1, 0.5, -0.0, 1e308, float("nan"), float("inf"), "", "a",
-    "\ud800", "\x00", "é" * 50, "x" * 500, [], [None], [[]], [[1, 2], ["a"]], ["x"] * 300, list(range(40)), {},
+    1e-320, None, True, False, -1, 0, 1, 2, 10**6, 10**30, -(2**63) - 1, 0.5, -0.0, 1e308, float("nan"), float("inf"),
+    "", "a", "\ud800", "\x00", "é" * 50, "x" * 500, [], [None], [[]], [[1, 2], ["a"]], ["x"] * 300, list(range(40)), {},
     {"a": {"b": []}}, {"1": 1.0}, {"include_usage": True},
 ]  # fmt: skip
 _FIELDS = [

@@ -152,6 +152,7 @@ def test_upstreams_interface(server: Server) -> None:
 def test_models_tokens_and_metrics(server: Server) -> None:
     client, _ = server
     assert client.get("/v1/models").json()["data"][0]["max_model_len"] == LONGEST
+    assert client.get("/v1/models/tiny").json()["id"] == "tiny" and client.get("/v1/models/x").status_code == 404
     tokens = client.post("/tokenize", json={"prompt": "é"}).json()["tokens"]
     assert client.post("/detokenize", json={"tokens": tokens}).json() == {"prompt": "é"}
     text = client.get("/metrics").text
@@ -182,14 +183,17 @@ BAD = [
     ({"prompt": "a", "suffix": "end"}, "suffix", 400),
     ({"prompt": "a", "guided_regex": "a+"}, "guided_regex", 400),
     ({"prompt": "a", "model": "other"}, "model", 404),
+    ({"prompt": "a\ud800"}, "prompt", 400),
+    ({"prompt": ["a"] * 65, "n": 2}, "n", 400),
 ]
 
 
 @pytest.mark.parametrize(("body", "param", "status"), BAD)
 def test_a_wrong_field_is_named(server: Server, body: dict[str, Any], param: str, status: int) -> None:
-    answer = server[0].post("/v1/completions", json=body)
+    answer = server[0].post("/v1/completions", content=json.dumps(body))
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (status, param), error
+    assert "stop" not in body or "at most 64 items" in error["message"]
     assert error["message"] and error["type"]
 
 
@@ -204,7 +208,14 @@ def test_what_is_no_body(server: Server) -> None:
     assert post("/v1/completions", content=b"{}", headers={"Content-Type": "text/xml"}).status_code == 415
     assert server[0].get("/v1/nothing").json()["error"]["type"] == "not_found_error"
     assert server[0].get("/v1/completions").status_code == 405
-    harmless = complete(server, prompt="a", user="me", an_extension_of_somebody={"a": [1]}, max_tokens=1)
+    harmless = complete(
+        server,
+        prompt="a",
+        user="me",
+        response_format={"type": "text"},
+        an_extension_of_somebody={"a": [1]},
+        max_tokens=1,
+    )
     assert harmless["choices"][0]["finish_reason"]
 
 
