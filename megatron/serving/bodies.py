@@ -25,7 +25,7 @@ _REFUSED = {
 }  # fmt: skip
 """Fields of OpenAI's and vLLM's interfaces that would change the text, and that this server does not have."""
 
-_HARMLESS = (None, False, [], {}, "none", {"type": "text"})
+_HARMLESS: tuple[Any, ...] = (None, False, [], {}, "none", {"type": "text"})
 """Values of such fields that change nothing."""
 
 T = TypeVar("T")
