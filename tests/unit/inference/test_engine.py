@@ -74,15 +74,13 @@ def test_each_text_is_what_it_is_alone(kind: str) -> None:
     assert (reused > 0) == (kind != "states")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_drawn_crossings(kind: str) -> None:
-    """Further seeds find what nobody thought of: `pytest -k drawn` with other numbers here."""
-    ways: list[Way] = ["none"] if kind == "states" else ["none", "lookup", "model", "prediction"]
-    predicts = kind not in ("states", "learned positions")
-    model = model_of(KINDS[kind] + (" --mtp-num-layers 2" if predicts else ""))
-    for seed in (1, 2):
-        for request in write_crossing(model, seed, ways if predicts else ways[:3]):
-            assert_as_alone(model, request)
+@pytest.mark.parametrize(("seed", "kind"), [*enumerate(KINDS)])
+def test_drawn_crossings(seed: int, kind: str) -> None:
+    ways: list[Way] = ["none", "lookup", "model", "prediction"]
+    count = 1 if kind == "states" else 3 if kind == "learned positions" else 4
+    model = model_of(KINDS[kind] + (" --mtp-num-layers 2" if count == 4 else ""))
+    for request in write_crossing(model, seed, ways[:count]):
+        assert_as_alone(model, request)
 
 
 def test_one_among_64_others() -> None:
