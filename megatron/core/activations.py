@@ -7,6 +7,7 @@
 | gelu_tanh    | its tanh approximation       | same; OpenAI's GPT-2                     |
 | silu         | x * sigmoid(x)               | Elfwing et al., 2017; the gate of SwiGLU |
 | quick_gelu   | x * sigmoid(1.702 x)         | Hendrycks & Gimpel, 2016                 |
+| relu         | max(x, 0)                    | OPT (Zhang et al., 2022)                 |
 | squared_relu | max(x, 0)^2                  | So et al., 2021                          |
 
     plain   y = act(x + b)                     gated   y = act(gate + b_g) * (up + b_u),   x = (gate | up)
@@ -98,6 +99,8 @@ _ACTIVATIONS = {
         Activation("gelu_tanh", gelu_tanh, _gelu_tanh_backward_),
         Activation("silu", F.silu, _silu_backward_),
         Activation("quick_gelu", quick_gelu, _quick_gelu_backward_),
+        # Without a kernel: as a user's own.
+        Activation("relu", F.relu),
         Activation("squared_relu", squared_relu, _squared_relu_backward_),
     )
 }

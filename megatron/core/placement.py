@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Box = tuple[tuple[int, int], ...]
 """(start, length) for every dimension of a tensor."""
 
-Kind = Literal["matrix", "router", "embedding", "positions", "head", "filter", "vector", "norm", "qk_norm"]
+Kind = Literal["matrix", "router", "embedding", "positions", "head", "head_bias", "filter", "vector", "norm", "qk_norm"]
 """Role of a parameter in the network.
 
     matrix      weight of a linear layer inside the network; a stack of them for experts
@@ -45,6 +45,7 @@ Kind = Literal["matrix", "router", "embedding", "positions", "head", "filter", "
     embedding   a row for each token of the vocabulary
     positions   a row for each position
     head        output layer, hidden states to logits: a row for each token; also where it is a copy of the embedding
+    head_bias   its bias: a number for each token
     filter      filters of a convolution, one for each channel
     vector      bias, scale, attention sink: one number for each channel, head or expert
     norm        weight or bias of a normalisation of the hidden states
@@ -248,12 +249,12 @@ class Placement:
     @property
     def is_vocabulary(self) -> bool:
         """True if this has a row for each token: the word embedding and the output layer."""
-        return self.kind in ("embedding", "head")
+        return self.kind in ("embedding", "head", "head_bias")
 
     @property
     def is_vector(self) -> bool:
         """True if this has one number for each channel, head or expert, whatever its shape: biases, norms, scales."""
-        return self.kind in ("vector", "norm", "qk_norm")
+        return self.kind in ("vector", "head_bias", "norm", "qk_norm")
 
     def marks(self) -> dict[str, Any]:
         """Return what programs written for upstream read on a parameter: its attributes there, by name."""

@@ -95,8 +95,8 @@ class Entry:
                 )
 
     def _read_rows(self, names: list[str], num_rows: int, box: Box, read_box: Callable[[str, Box], Tensor]) -> Tensor:
-        if self.row.form == "by_head":
-            return read_box(names[0], ((0, 1), (0, 1), box[0], (0, 1))).flatten()
+        if self.row.form == "reshaped":
+            return read_box(names[0], tuple(box[0] if size < 0 else (0, 1) for size in self.row.shape)).flatten()
         transposed = self.row.transposed and len(box) == 2
         ours: Tensor | None = None
         for number, theirs, places in find_their_rows(self.row, self.config, num_rows, *box[0]):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from megatron.core.plan.model_plan import BranchOptions
@@ -43,6 +44,21 @@ def invert_flags(family: Family, config: RunConfig) -> dict[str, Any] | None:
     return fields
 
 
+def has_fixed_flags(family: Family, config: RunConfig) -> bool:
+    """Return False where these settings contradict a flag that all models of a family have."""
+    for text in re.findall(r"--\S+(?: [^-\s]\S*)?", family.flags):
+        spelling, _, word = text.partition(" ")
+        declared = _find_flag(spelling)
+        if declared.kind not in ("shape", "function"):
+            continue
+        value = getattr(getattr(config, declared.config), declared.dest)
+        if isinstance(value, bool) and value != (spelling in declared.names):
+            return False
+        if isinstance(value, str) and value != word:
+            return False
+    return True
+
+
 def _put(fields: dict[str, Any], names: str, value: Any) -> None:
     """Store a value under the first of the names `a|b`; under the second one, too, where the first lies deeper: earlier
     releases of transformers look there."""
@@ -72,6 +88,16 @@ def _invert(setting: Setting, config: RunConfig, fields: dict[str, Any]) -> bool
     match setting.form:
         case "switch" | "inverted switch":
             value = _is_given(setting, config) == (setting.form == "switch")
+        case "rotated share":
+            value = model.qk_pos_emb_head_dim / (model.qk_pos_emb_head_dim + model.qk_head_dim)
+        case "average":
+            if value not in (0.5, 1.0):
+                return False
+            value = "average" if value == 0.5 else "sum"
+        case "expert span":
+            return _invert_span(setting, [layer.has("experts") for layer in layers], fields)
+        case "one norm":
+            value = 1 if value else 2
         case "query groups":
             value = model.num_query_groups
         case "window":
@@ -132,6 +158,17 @@ def _invert(setting: Setting, config: RunConfig, fields: dict[str, Any]) -> bool
     return True
 
 
+def _invert_span(setting: Setting, has_experts: list[bool], fields: dict[str, Any]) -> bool:
+    """Add the first and last layer with experts, and every which in between has some; False where no three numbers say
+    it."""
+    first, last = has_experts.index(True), len(has_experts) - 1 - has_experts[::-1].index(True)
+    for every in range(1, len(has_experts) + 1):
+        if has_experts == [first <= n <= last and (n + 1) % every == 0 for n in range(len(has_experts))]:
+            fields |= dict(zip(setting.theirs.split("|"), (first, last, every), strict=True))
+            return True
+    return False
+
+
 def _describe_sight(options: BranchOptions) -> str:
     """Their word for what a token sees in a layer."""
     if options.window is not None:
@@ -183,8 +220,7 @@ def _add_rope(fields: dict[str, Any], config: RunConfig) -> None:
         parameters["sliding_attention"]["rope_type"] = "default"
         parameters = parameters[FULL]
     parameters |= rope
-    beta = "llama_4_scaling_beta"
-    rope |= {beta: parameters[beta]} if beta in parameters else {}
+    rope |= {name: parameters[name] for name in ("llama_4_scaling_beta", "partial_rotary_factor") if name in parameters}
     fields["rope_scaling"] = None if kind == "default" else rope
     if kind == "longrope":
         # Where the field is outside of them, it is the one that counts.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ def compare_logits(theirs: Path, ours: Path, families: Sequence[Family] = FAMILI
         return f"not verified: logits, which would take {size}"
     ids = torch.randint(vocab_size, (2, _TOKENS), generator=torch.Generator().manual_seed(1))
     try:
-        expected = _compute_theirs(theirs, ids)
+        expected = _compute_theirs(theirs, ids, families)
     except Exception as error:  # of transformers: a release that does not know the model raises almost anything
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         return f"not verified: logits, as transformers cannot load {theirs} ({first_line})"
@@ -66,11 +66,21 @@ def compare_logits(theirs: Path, ours: Path, families: Sequence[Family] = FAMILI
     return f"logits of {ids.numel()} random tokens, up to {largest:.3g}, differ by at most {difference:.1e}"
 
 
-def _compute_theirs(directory: Path, ids: Tensor) -> Tensor:
+def find_their_class(directory: Path, families: Sequence[Family] = FAMILIES) -> Any:
+    """Return the class of transformers for the model of a directory."""
+    transformers = require("transformers", needed_by="comparing logits")
+    config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForCausalLM
+    # Some classes (Mistral Small 4's) are there, and not in that table.
+    return getattr(transformers, find_family(config.model_type, families).model_class)
+
+
+def _compute_theirs(directory: Path, ids: Tensor, families: Sequence[Family]) -> Tensor:
     transformers = require("transformers", needed_by="comparing logits")
     # Its bar would stand between our lines.
     transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    model = find_their_class(directory, families).from_pretrained(
         directory, dtype=torch.float32, local_files_only=True, attn_implementation="eager"
     )
     with torch.no_grad():

@@ -29,7 +29,8 @@ def list_names(row: Row, parameter: str, config: TransformerConfig) -> list[list
     kind, _, rest = parameter.partition(".layers.")
     layers = read_plan(config).prediction if kind == "mtp" else read_plan(config).decoder
     layer = layers[int(rest.partition(".")[0])].number - 1 if rest else 0
-    names = [name.replace("{layer}", str(layer)).replace("{pair}", str(layer // 2)) for name in row.theirs]
+    theirs = row.theirs if not row.if_apart or config.parallel_residual_shares_norm else row.if_apart
+    names = [name.replace("{layer}", str(layer)).replace("{pair}", str(layer // 2)) for name in theirs]
     count = config.num_moe_experts or 1 if is_per_expert(row) else 1
     return [[name.replace("{expert}", str(expert)) for name in names] for expert in range(count)]
 
@@ -60,9 +61,9 @@ def join(row: Row, config: TransformerConfig, theirs: Sequence[Tensor]) -> Tenso
             by_head = tensor.unflatten(0, (groups, -1)).split([size // groups for size in sizes], dim=1)
             parts += [part.flatten(0, 1) for part in by_head]
         return torch.cat(parts)
-    if row.form == "by_head":
+    if row.form == "reshaped":
         return tensors[0].flatten()
-    if row.form in ("qkv", "gated_qkv"):
+    if row.form in ("qkv", "gated_qkv", "turned_qkv"):
         groups, width = _get_heads(config)
         if len(tensors) == 1:
             keys = groups * width
@@ -71,6 +72,8 @@ def join(row: Row, config: TransformerConfig, theirs: Sequence[Tensor]) -> Tenso
             both = tensors[0].unflatten(0, (groups, -1, 2, width)).transpose(1, 2)  # [g, 2, n / g, d, h]
             tensors[0] = both.flatten(0, 3)
         parts = [tensor.reshape(groups, -1, width, *tensor.shape[1:]) for tensor in tensors]
+        if row.form == "turned_qkv":
+            parts[:2] = [part.roll(width // 2, 2) for part in parts[:2]]
         return torch.cat(parts, dim=1).flatten(0, 2)
     return tensors[0]
 
@@ -89,9 +92,9 @@ def split(row: Row, config: TransformerConfig, ours: Tensor) -> list[Tensor]:
         parts = ours.split([size for sizes in by_tensor for size in sizes])
         by_head = iter(part.unflatten(0, (groups, -1)) for part in parts)
         tensors = [torch.cat([next(by_head) for _ in sizes], dim=1).flatten(0, 1) for sizes in by_tensor]
-    if row.form == "by_head":
-        tensors = [ours[None, None, :, None]]
-    if row.form in ("qkv", "gated_qkv"):
+    if row.form == "reshaped":
+        tensors = [ours.view(row.shape)]
+    if row.form in ("qkv", "gated_qkv", "turned_qkv"):
         groups, width = _get_heads(config)
         by_group = ours.unflatten(0, (groups, -1, width))
         # Queries, of which a gate may have a tensor of its own, as large as theirs.
@@ -99,6 +102,8 @@ def split(row: Row, config: TransformerConfig, ours: Tensor) -> list[Tensor]:
         parts = list(by_group.split([*[(by_group.shape[1] - 2) // separate] * separate, 1, 1], dim=1))
         if row.form == "gated_qkv":
             parts[0] = parts[0].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+        if row.form == "turned_qkv":
+            parts[:2] = [part.roll(width // 2, 2) for part in parts[:2]]
         tensors = [part.flatten(0, 2) for part in parts]
         if len(row.theirs) == 1:
             tensors = [torch.cat(tensors)]

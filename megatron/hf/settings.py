@@ -17,7 +17,7 @@ from torch import nn
 from megatron.core.config_base import get_settings
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.hf.inverse_settings import invert_flags
+from megatron.hf.inverse_settings import has_fixed_flags, invert_flags
 from megatron.training.checkpoint.differences import Change, find_changes
 from megatron.training.config.container import RunConfig
 from megatron.training.config.run_groups import group_classes
@@ -90,7 +90,8 @@ def build_config_json(
         if _find_losses(family, kept, config, dtype, families) == []:
             return family, kept
     lost: dict[str, list[Change]] = {}
-    for family in families:
+    # Reading settings again takes its time: first the families that may be the one.
+    for family in sorted(families, key=lambda family: not has_fixed_flags(family, config)):
         fields = invert_flags(family, config)
         if fields is None:
             continue

@@ -202,6 +202,40 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "K-EXAONE": ("ExaoneMoe", BASES["exaone_moe"] | EAGER),
     "FlexOlmo": ("FlexOlmo", BASES["flex_olmo"] | {"norm_topk_prob": True, "attention_bias": True} | EAGER),
     "Arcee Trinity": ("Afmoe", BASES["afmoe"] | ODD | EAGER),
+    "Phi 1, 2": ("Phi", {"qk_layernorm": True} | ODD | EAGER),
+    "Phi 1, 2, tied": ("Phi", {"tie_word_embeddings": True}),
+    "StableLM 2": ("StableLm", {"use_qkv_bias": True, "partial_rotary_factor": 0.5} | ODD | EAGER),
+    "StableLM 2, side by side": ("StableLm", {"use_parallel_residual": True, "tie_word_embeddings": True}),
+    "Cohere": ("Cohere", {"attention_bias": True, "logit_scale": 0.5} | ODD),
+    "Cohere 2": (
+        "Cohere2", {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2} | EAGER,
+    ),
+    "Cohere 2 MoE": ("Cohere2Moe", BASES["cohere2_moe"] | EAGER),
+    "Cohere 2 MoE, averaged": (
+        "Cohere2Moe",
+        BASES["cohere2_moe"] | ODD | EAGER
+        | {"shared_expert_combination_strategy": "average", "mlp_layer_types": ["sparse"] * 4,
+           "expert_selection_fn": "sigmoid", "attention_bias": True},
+    ),
+    "LFM 2": (
+        "Lfm2", {"full_attn_idxs": [1, 3], "conv_bias": True, "conv_L_cache": 4, "block_multiple_of": 8} | ODD | EAGER,
+    ),
+    "LFM 2 MoE": ("Lfm2Moe", BASES["lfm2_moe"] | {"use_expert_bias": True} | EAGER),
+    "OPT": ("OPT", {"ffn_dim": 90, "word_embed_proj_dim": 72, "tie_word_embeddings": False} | ODD),
+    "OPT, without biases": (
+        "OPT",
+        {"ffn_dim": 48, "enable_bias": False, "layer_norm_elementwise_affine": False, "tie_word_embeddings": True},
+    ),
+    "OLMo 1": ("Olmo", {"attention_bias": True} | ODD),
+    "nanochat": ("NanoChat", {"attention_bias": True, "final_logit_softcapping": 3.0} | ODD | EAGER),
+    "ERNIE 4.5 MoE": (
+        "Ernie4_5_Moe",
+        BASES["ernie4_5_moe"] | ODD | EAGER
+        | {"use_bias": True, "moe_layer_interval": 2, "moe_layer_start_index": 0},
+    ),
+    "Mistral Small 4": ("Mistral4", BASES["mistral4"] | EAGER),
+    "Falcon 7B": ("Falcon", {"num_attention_heads": 6, "hidden_size": 72, "vocab_size": 97, "bias": True} | EAGER),
+    "Falcon 40B": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 90} | EAGER),
 }  # fmt: skip
 """Name -> classes in transformers and settings of a tiny model."""
 

@@ -126,6 +126,31 @@ BASES: dict[str, dict[str, Any]] = {
         "sliding_window": 6,
     },
     "flex_olmo": {"num_experts": 6, "num_experts_per_tok": 3, "num_key_value_heads": 4},
+    "phi": {}, "stablelm": {}, "cohere": {"logit_scale": 0.7},
+    "cohere2": {"logit_scale": 0.7, "sliding_window": 6},
+    "cohere2_moe": {
+        "num_experts": 6, "num_experts_per_tok": 3, "head_dim": 12, "sliding_window": 6, "num_shared_experts": 2,
+        "prefix_dense_intermediate_size": 40, "shared_expert_combination_strategy": "sum",
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "logit_scale": 0.7,
+    },
+    "lfm2": {
+        "layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False, "norm_eps": 0.01,
+    },
+    "lfm2_moe": _EXPERTS
+    | {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_dense_layers": 1, "norm_eps": 0.01},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32}, "olmo": {}, "nanochat": {},
+    "ernie4_5_moe": {
+        "head_dim": 12, "moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 24, "moe_num_shared_experts": 2,
+    },
+    "mistral4": _LATENT
+    | {
+        "n_group": 4, "topk_group": 2,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 7,
+            "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
+        },
+    },
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 2},
     "afmoe": _EXPERTS | {"head_dim": 12, "sliding_window": 6, "mup_enabled": True},
 }  # fmt: skip
 """Settings of a tiny model of each type, beside `SIZES`."""

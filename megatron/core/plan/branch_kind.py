@@ -105,9 +105,13 @@ class BranchKind:
     """Of a kind whose layers are counted and numbered, but cannot be built: what to use instead."""
 
 
-def count_norm(config: Config) -> int:
-    """Elements of a norm over the hidden size: LayerNorm has a bias beside the weight, RMSNorm has none."""
-    elements: int = (2 if config.normalization == "LayerNorm" else 1) * config.hidden_size
+def count_norm(config: Config, branch: Branch | None = None) -> int:
+    """Elements of a norm over the hidden size, that of a branch or any: LayerNorm has a bias beside the weight, RMSNorm
+    has none."""
+    if config.norm_parameters == "none" or (branch is not None and branch.options.norm == "shared"):
+        return 0
+    has_bias = config.normalization == "LayerNorm" and config.norm_parameters == "all"
+    elements: int = (2 if has_bias else 1) * config.hidden_size
     return elements
 
 
@@ -127,7 +131,8 @@ def keep_input(config: Config, branch: Branch, tokens: Tokens, norm: str, produc
     --offload-modules."""
     hidden = tokens.own * config.hidden_size * count_bytes(config)
     stream = tokens.own * config.hidden_size * 4 if config.fp32_residual_connection else hidden
-    yield Kept("the branch's input", stream, place=norm)
-    yield Kept("its norm's output", hidden * share_of_rounded(config, branch), "layernorm", product, is_factor=True)
+    if branch.options.norm != "shared":
+        yield Kept("the branch's input", stream, place=norm)
+        yield Kept("its norm's output", hidden * share_of_rounded(config, branch), "layernorm", product, is_factor=True)
     if config.hidden_dropout:
         yield Kept("which elements are dropped", tokens.own * config.hidden_size)

@@ -11,6 +11,7 @@
 | mamba            | M      | mixer          | Mamba-2 (state_kinds.py, as the two below)          |
 | gated_delta_net  | G      | self_attention | a gated delta net; gated_delta_net_2 of second form |
 | kimi_delta       | K      | self_attention | Kimi delta attention                                |
+| short_...        | S      | self_attention | a short convolution between two gates (LFM 2)       |
 | linear_for_...   |        | both           | a matrix in place of attention, or of an MLP        |
 | parallel         |        | self_attention | attention and Mamba-2 side by side on one input     |
 
@@ -209,7 +210,7 @@ def _keep_for_mlp(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Ke
 
 def _count_mlp(config: Config, branch: Branch) -> Counts:
     width = branch.options.ffn_hidden_size or config.ffn_hidden_size
-    return Counts(_count_inner(config) * width * config.hidden_size, replicated=count_norm(config))
+    return Counts(_count_inner(config) * width * config.hidden_size, replicated=count_norm(config, branch))
 
 
 def _count_inner(config: Config) -> int:
@@ -226,7 +227,7 @@ def _count_experts(config: Config, branch: Branch) -> Counts:
         experts * expert,
         config.moe_router_topk * expert,
         projections,
-        count_norm(config) + hidden * experts + projections,
+        count_norm(config, branch) + hidden * experts + projections,
     )
 
 

@@ -26,7 +26,8 @@ class BranchOptions(NamedTuple):
     rotary: RotaryKind = "global"
     """Rotary angles: the model's, those of layers with a window, or none."""
     norm: str = "input"
-    """Place of the norm: on the branch's input, its output, or both, as --norm-placement has it."""
+    """Place of the norm: on the branch's input, its output, or both, as --norm-placement has it; "shared" where the
+    branch reads the norm of the one beside it."""
     query_groups: int | None = None
     """Key-value heads of attention; the model's when None."""
     ffn_hidden_size: int | None = None

@@ -46,6 +46,7 @@ class PlanSettings(NamedTuple):
     moe_layer_freq: LayerPattern
     multi_latent_attention: bool
     parallel_residual: bool
+    parallel_residual_shares_norm: bool
     mtp_num_layers: int | None
     mtp_use_repeated_layer: bool
     few_bits_recipe: str | None

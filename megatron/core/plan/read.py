@@ -136,6 +136,8 @@ def _branch(settings: PlanSettings, kind: str, number: int) -> Branch:
     options = settings.read_options(number)
     if kind in ("mlp", "experts", "linear_for_mlp"):
         options = options._replace(multiplier=settings.mlp_output_multiplier)
+        if settings.parallel_residual_shares_norm:
+            options = options._replace(norm="shared")
     return Branch(kind, options, settings.is_low_precision(number))
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of branches whose state has a constant size: Mamba-2, gated delta nets, Kimi delta attention (core/ssm).
+"""Kinds of branches whose state has a constant size: Mamba-2, gated delta nets, Kimi delta attention, and short
+convolutions (core/ssm).
 
 Their two projections and the convolution are divided over tensor-parallel ranks by heads. Beyond its matrices a token
 costs products with a state of K x V numbers for each head: it is read and written, with the delta rule read once more.
@@ -157,6 +158,24 @@ def _keep_kimi(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]
         yield Kept("the vectors that its gates are made of", narrow, is_factor=True)
 
 
+def list_short_sections(config: Config) -> dict[str, int]:
+    """The outputs of a short convolution's first projection, section by section: two gates, and what is convolved."""
+    return dict.fromkeys(("B", "C", "x"), config.hidden_size)
+
+
+def _count_short(config: Config, branch: Branch) -> Counts:
+    hidden = config.hidden_size
+    return Counts(4 * hidden**2 + config.short_conv_kernel_dim * hidden, replicated=count_norm(config))
+
+
+def _keep_short(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:
+    yield from keep_input(config, branch, tokens, "attn_norm", "qkv_linear")
+    section = tokens.all / config.tensor_model_parallel_size * config.hidden_size * count_bytes(config)
+    yield Kept("its three sections", 3 * section, is_factor=True, has_gradient=True)
+    yield Kept("the convolution's input and output", 2 * section, has_gradient=True)
+    yield Kept("its gated output", section, is_factor=True, has_gradient=True)
+
+
 class _Slab(NamedTuple):
     """Float32 copies that backward of the chunks that are computed at once holds at its fullest moment, as counted on a
     device that counts memory (tests/unit/planner/test_memory_of_states.py)."""
@@ -212,4 +231,8 @@ KIMI_DELTA = BranchKind(
     "kimi_delta", "K", "self_attention", _count_kimi, _keep_kimi, _work_with_corrections, "per sequence",
     list_kimi_sections, _OF_DELTA, _take_for_kimi,
 )  # fmt: skip
-STATE_KINDS = (MAMBA, GATED_DELTA_NET, GATED_DELTA_NET_2, KIMI_DELTA)
+SHORT_CONVOLUTION = BranchKind(
+    "short_convolution", "S", "self_attention", _count_short, _keep_short, state="per sequence",
+    sections=list_short_sections, convolved=("x",),
+)  # fmt: skip
+STATE_KINDS = (MAMBA, GATED_DELTA_NET, GATED_DELTA_NET_2, KIMI_DELTA, SHORT_CONVOLUTION)

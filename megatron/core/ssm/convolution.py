@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A short causal convolution along the tokens, with a filter for each channel, and SiLU."""
+"""A short causal convolution along the tokens, with a filter for each channel, and usually SiLU."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class CausalConvolution(nn.Module):
     """y_t = silu(bias + sum over j of w_j x_{t - W + 1 + j}), channel by channel; zeros before a document.
 
     channels: of the whole model. parts: sections of the channels that are split one by one over the TP group.
+    has_activation: False leaves silu out.
     """
 
     def __init__(
@@ -40,8 +41,10 @@ class CausalConvolution(nn.Module):
         parts: Sequence[Part],
         bias: bool,
         tp_group: Group,
+        has_activation: bool = True,
     ) -> None:
         super().__init__()
+        self.has_activation = has_activation
         dtype, splits = parameter_dtype(config), tensor_parallel_split(0, tp_group, parts)
         # PyTorch's own start of a convolution with one input channel for each output: uniform in +-1/sqrt(width).
         self.weight = declare_parameter(
@@ -51,6 +54,8 @@ class CausalConvolution(nn.Module):
             declare_parameter((channels,), init=_uniform(width**-0.5), dtype=dtype, splits=splits) if bias else None
         )
         self._library, self.backend_name = choose_convolution(config, len(self.weight), width, current_device())
+        if not has_activation:
+            self._library, self.backend_name = None, "torch"
         """The package that computes it, if one does; what computes it, for the log."""
 
     @property
@@ -70,7 +75,7 @@ class CausalConvolution(nn.Module):
             own = None if documents is None else documents[:, self.width - 1 :]
             return self._library(x, self.weight[:, 0], self.bias, own)
         before = x.new_zeros(self.width - 1, *x.shape[1:]) if before is None else before
-        return _Convolution.apply(x, before, self.weight, self.bias, documents)  # type: ignore[no-any-return]
+        return _Convolution.apply(x, before, self.weight, self.bias, documents, self.has_activation)  # type: ignore[no-any-return]
 
 
 class _Convolution(torch.autograd.Function):
@@ -78,13 +83,16 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, before: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | None
-    ) -> Tensor:
+        ctx: Any, x: Tensor, before: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | None,
+        has_activation: bool,
+    ) -> Tensor:  # fmt: skip
+        ctx.has_activation = has_activation
         ctx.save_for_backward(x, before, weight, bias, documents)
         output = x.new_empty(x.shape)
         for start, stop in _list_stretches(x):
             reads = _list_reads(x, before, documents, start, stop, weight.shape[-1])
-            output[start:stop] = F.silu(_sum_up(reads, weight, bias))
+            total = _sum_up(reads, weight, bias)
+            output[start:stop] = F.silu(total) if has_activation else total
         return output
 
     @staticmethod
@@ -96,10 +104,12 @@ class _Convolution(torch.autograd.Function):
         of_padded = taps.new_zeros(len(before) + len(x), *x.shape[1:])
         for start, stop in _list_stretches(x):
             reads = _list_reads(x, before, documents, start, stop, width)
-            summed = _sum_up(reads, weight, bias)
-            gate = torch.sigmoid(summed)
-            # silu'(y) = g (1 + y (1 - g)) with g = sigmoid(y).
-            of_sum = gate * (1 + summed * (1 - gate)) * at_least_float32(grad[start:stop])
+            of_sum = at_least_float32(grad[start:stop])
+            if ctx.has_activation:
+                summed = _sum_up(reads, weight, bias)
+                gate = torch.sigmoid(summed)
+                # silu'(y) = g (1 + y (1 - g)) with g = sigmoid(y).
+                of_sum = gate * (1 + summed * (1 - gate)) * of_sum
             of_bias += of_sum.sum((0, 1))
             for tap, read in enumerate(reads):
                 of_weight[:, tap] += (of_sum * read).sum((0, 1))
@@ -110,6 +120,7 @@ class _Convolution(torch.autograd.Function):
         return (
             of_padded[len(before) :].to(x.dtype), of_padded[: len(before)].to(before.dtype),
             of_weight[:, None].to(weight.dtype), None if bias is None else of_bias.to(bias.dtype), None,
+            None,
         )  # fmt: skip
 
 

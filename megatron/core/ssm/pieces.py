@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megatron.core.context_parallel.sharding import list_pieces_of_rank
 from megatron.core.errors import ConfigError
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import Group
 from megatron.core.sequences.token_layout import TokenLayout
 from megatron.core.ssm.chunks import Inputs
@@ -190,3 +191,11 @@ class Pieces:
     def is_divided(self) -> bool:
         """True under context parallelism, where states are handed over."""
         return self._count > 1
+
+
+def describe_pieces(group: Group, x: Tensor, packed: PackedSeqParams | None) -> Pieces:
+    """Describe the pieces of a rank's tokens x [s, b, ...]. group: the ranks that share the sequence, but for packed
+    documents that have a group of their own."""
+    group = group if packed is None or packed.cp_group is None else packed.cp_group
+    length = x.shape[0] * group.size()
+    return Pieces(group, length, None if packed is None else packed.layout(length), x.device)

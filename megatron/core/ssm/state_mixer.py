@@ -31,7 +31,7 @@ from megatron.core.ssm.chunks import Inputs
 from megatron.core.ssm.convolution import CausalConvolution
 from megatron.core.ssm.libraries import StateCall, StateLibrary, choose_states
 from megatron.core.ssm.linear_attention import attend, attend_step
-from megatron.core.ssm.pieces import Pieces
+from megatron.core.ssm.pieces import Pieces, describe_pieces
 from megatron.core.taken_arguments import take_arguments
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -186,15 +186,10 @@ class StateMixer(MegatronModule):
         if inference_context is not None:
             mixed = self._mix_with_state(projected, inference_context)
         else:
-            pieces = self._describe(projected, packed_seq_params)
+            pieces = describe_pieces(self.groups.cp, projected, packed_seq_params)
             mixed = pieces.join(self._mix(pieces.split(projected), pieces))
         output: LayerOutput = self.out_proj(mixed)
         return output
-
-    def _describe(self, projected: Tensor, packed: PackedSeqParams | None) -> Pieces:
-        group = self.groups.cp if packed is None or packed.cp_group is None else packed.cp_group
-        length = projected.shape[0] * group.size()
-        return Pieces(group, length, None if packed is None else packed.layout(length), projected.device)
 
     def _mix(self, projected: Tensor, pieces: Pieces) -> Tensor:
         """Everything between the projections: [s, b, sections] -> [s, b, channels of z]."""

@@ -197,8 +197,7 @@ class Attention(MegatronModule):
         query, key, value, *gate = self.get_query_key_value_tensors(
             hidden_states, key_value_states, self.config.attention_output_gate, rotation if turns else None
         )
-        if rotation is not None and rotation.query_scale is not None:
-            query = (query * rotation.query_scale).to(query.dtype)
+        query = scale_queries(query, rotation)
         if cache is None:
             context = self._attend(query, key, value, inputs)
         else:
@@ -235,6 +234,13 @@ class Attention(MegatronModule):
                 else self.core_attention(*inputs)
             )
         return context
+
+
+def scale_queries(query: Tensor, rotation: Rotation | None) -> Tensor:
+    """Queries [s, b, n, d] with the temperature of their positions, where there is one."""
+    if rotation is None or rotation.query_scale is None:
+        return query
+    return (query * rotation.query_scale).to(query.dtype)
 
 
 def apply_gate(context: Tensor, gate: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer.attention import Attention, mark_as_query_key_norm, uses_fused_rope
+from megatron.core.transformer.attention import Attention, mark_as_query_key_norm, scale_queries, uses_fused_rope
 from megatron.core.transformer.compiled_regions import Compile
 from megatron.core.transformer.initialisers import input_initialiser
 from megatron.core.transformer.layer_inputs import LayerInputs
@@ -215,24 +215,24 @@ class MLASelfAttention(Attention):
         self, query_latent: Tensor, latent: Tensor, positions: Tensor, rotation: Rotation | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Latent vectors -> query and key [s, b, n, d + p], value [s, b, n, dv]."""
-        query = self._make_queries(query_latent)
+        query = self._make_queries(query_latent, rotation)
         expanded = self.linear_kv_up_proj(latent)[0].unflatten(
             -1, (-1, self.config.qk_head_dim + self.config.v_head_dim)
         )
         return self.join_heads(query, expanded, positions, rotation)
 
-    def _make_queries(self, query_latent: Tensor) -> Tensor:
-        """[s, b, rq] -> [s, b, n, d + p], not rotated."""
+    def _make_queries(self, query_latent: Tensor, rotation: Rotation | None) -> Tensor:
+        """[s, b, rq] -> [s, b, n, d + p], not rotated, with the temperature of their positions."""
         project = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
         query: Tensor = project(query_latent)[0].unflatten(-1, (-1, self.head_width))
-        return query
+        return scale_queries(query, rotation)
 
     # ---- generation
 
     def _attend_with_cache(self, hidden_states: Tensor, inputs: LayerInputs, cache: InferenceContext) -> Tensor:
         """New tokens [s, b, h] -> [s, b, n * dv], over them and what the cache holds of those before."""
         query_latent, latent, positions = self._make_latents(hidden_states)
-        query = self._make_queries(query_latent)
+        query = self._make_queries(query_latent, inputs.rotation)
         if self.config.sequence_parallel:
             latent = gather_from_sequence_parallel_region(latent, group=self.groups.tp)
         # Rotated before they are kept: their positions do not change any more.

@@ -163,6 +163,38 @@ class LayerNorm(Norm):
         return self.normalise(x, self.weight, self.bias, self.eps, self.zero_centered)
 
 
+class LayerNormWithoutBias(Norm):
+    """(x - mean) / sqrt(variance + eps) * weight, over the last dimension."""
+
+    joins_stream = False
+
+    def _choose_form(self) -> Callable[..., Tensor]:
+        return _fused_layer_norm if self.is_fused else _plain_layer_norm
+
+    def _runs_kernel(self, *tensors: Tensor | None) -> bool:
+        return False  # without a bias, ours is RMSNorm
+
+    def _normalise(self, x: Tensor) -> Tensor:
+        return self.normalise(x, self.weight, None, self.eps, self.zero_centered)
+
+
+class NormWithoutParameters(MegatronModule):
+    """Either norm without weight and bias, over the last dimension."""
+
+    def __init__(self, config: TransformerConfig, eps: float | None = None) -> None:
+        super().__init__(config)
+        self.eps, self.dtype = config.layernorm_epsilon if eps is None else eps, parameter_dtype(config)
+        self.normalise = normalise_length if config.normalization == "RMSNorm" else _normalise_centred
+
+    def compile_regions(self, compiled: Compile[Any]) -> None:
+        """See compiled_regions.py."""
+        self.normalise = compiled(self.normalise)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x: [..., h] -> [..., h] in the number format of the model."""
+        return self.normalise(x, self.eps).to(self.dtype)
+
+
 class HeadL2Norm(MegatronModule):
     """x / sqrt(mean(x^2) + eps) over the channels of each head, without a weight."""
 
@@ -211,11 +243,16 @@ def build_norm(
     hidden_size: int,
     eps: float | None = None,
     partial_grad_axes: Sequence[str] | None = None,
-) -> LayerNorm | RMSNorm:
-    """The norm that config.normalization names. Raises ConfigError for a name we do not know."""
-    norms: dict[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+) -> Any:
+    """The norm that config.normalization names, with the parameters of config.norm_parameters. Raises ConfigError for a
+    name we do not know."""
+    norms: dict[str, type[Norm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+    if config.norm_parameters == "weight":
+        norms["LayerNorm"] = LayerNormWithoutBias
     if config.normalization not in norms:
         raise ConfigError(f"--normalization {config.normalization} is not known; use LayerNorm or RMSNorm")
+    if config.norm_parameters == "none":
+        return NormWithoutParameters(config, eps)
     return norms[config.normalization](config, hidden_size, eps, partial_grad_axes)
 
 
@@ -230,14 +267,18 @@ def _plain_rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) 
     return rms_norm_reference(x, _scale(weight, zero_centered).to(x.dtype), eps).to(weight.dtype)
 
 
-def _fused_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
+def _fused_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
     scale = _scale(weight, zero_centered).to(x.dtype)
-    return layer_norm(x, scale, bias.to(x.dtype), eps).to(weight.dtype)
+    return layer_norm(x, scale, None if bias is None else bias.to(x.dtype), eps).to(weight.dtype)
 
 
-def _plain_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centered: bool) -> Tensor:
+def _plain_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
     scale = _scale(weight, zero_centered).to(x.dtype)
-    return layer_norm_reference(x, scale, bias.to(x.dtype), eps).to(weight.dtype)
+    return layer_norm_reference(x, scale, None if bias is None else bias.to(x.dtype), eps).to(weight.dtype)
+
+
+def _normalise_centred(x: Tensor, eps: float) -> Tensor:
+    return layer_norm(x, None, None, eps)
 
 
 def _scale(weight: Tensor, zero_centered: bool) -> Tensor:
@@ -351,14 +392,15 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normalised.to(x.dtype) * weight
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """LayerNorm over the last dimension by torch's fused operator; x [..., h], weight and bias [h]."""
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """LayerNorm over the last dimension by torch's fused operator; x [..., h], weight and bias [h] or left out."""
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
-def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """LayerNorm from elementary operations: x [..., h], weight and bias [h] -> [..., h] in x's format."""
     wide = at_least_float32(x)
     centred = wide - wide.mean(-1, keepdim=True)
     normalised = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
-    return normalised.to(x.dtype) * weight + bias
+    scaled = normalised.to(x.dtype) * weight
+    return scaled if bias is None else scaled + bias

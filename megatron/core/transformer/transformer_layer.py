@@ -4,7 +4,7 @@
     pre-norm                x = x + attention(norm(x));               x = x + mlp(norm(x))
     norm_placement output   x = x + norm(attention(x));               x = x + norm(mlp(x))
     norm_placement both     x = x + norm(attention(norm(x)));         x = x + norm(mlp(norm(x)))
-    parallel_residual       x = x + attention(norm(x)) + mlp(norm'(x))
+    parallel_residual       x = x + attention(norm(x)) + mlp(norm'(x)), with one norm where they share it
 
 with dropout on what is added. Sources: Xiong et al., 2020 (pre-norm); OLMo 2, 2025, section 3.3 (output); Ding et al.,
 2021, section 3.1 (both, sandwich norm); GPT-J, 2021 and GPT-NeoX, 2022, section 2.1 (parallel).
@@ -137,7 +137,10 @@ class TransformerLayer(MegatronModule):
             return None
         before, after = _NORMS[kind.attribute]
         where = branch.options.norm
-        setattr(self, before, self._norm(getattr(submodules, before), where in ("input", "both")))
+        if where == "shared":
+            before = _NORMS["self_attention"][0]
+        else:
+            setattr(self, before, self._norm(getattr(submodules, before), where in ("input", "both")))
         # A dense MLP is the same in every layer.
         number = {} if kind.name == "mlp" else {"layer_number": self.layer_number}
         if branch.options.ffn_hidden_size is not None:

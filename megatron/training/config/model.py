@@ -12,7 +12,7 @@ from megatron.core.setting import Needs
 from megatron.core.transformer.config_fields.positions import ROTARY
 
 # `run` is every setting of the run by name, whatever group declares it.
-ACTIVATION_SWITCHES = ("swiglu", "geglu", "quick_geglu", "squared_relu", "openai_gelu")
+ACTIVATION_SWITCHES = ("swiglu", "geglu", "quick_geglu", "squared_relu", "relu", "openai_gelu")
 """Fields that choose the MLP's activation."""
 
 
@@ -78,6 +78,8 @@ class GPTModelFlags(CheckedConfig):
     """MLP with gelu(gate) * up (Shazeer, 2020)."""
     squared_relu: bool = flag(False, kind="shorthand")
     """MLP with relu(x)^2 (So et al., 2021)."""
+    relu: bool = flag(False, kind="shorthand")
+    """MLP with relu(x) (OPT)."""
     quick_geglu: bool = flag(False, kind="shorthand")
     """MLP with quick_gelu(gate) * up, quick_gelu(x) = x * sigmoid(1.702 x)."""
     bias_gelu_fusion: bool = flag(True, off_names=("--no-bias-gelu-fusion",), kind="kernel")
@@ -88,7 +90,7 @@ class GPTModelFlags(CheckedConfig):
     def problems(self) -> Iterator[str]:
         """One activation; a layer of one's own is named completely."""
         # --openai-gelu may stand beside --geglu, where it means the gate's form.
-        exclusive = ["swiglu", "quick_geglu", "squared_relu"] + ["geglu" if self.geglu else "openai_gelu"]
+        exclusive = ["swiglu", "quick_geglu", "squared_relu", "relu"] + ["geglu" if self.geglu else "openai_gelu"]
         chosen = [self.say(name) for name in exclusive if getattr(self, name)]
         if len(chosen) > 1:
             yield f"{' and '.join(chosen)} contradict each other; keep one activation"

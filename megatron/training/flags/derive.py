@@ -136,6 +136,7 @@ def _activation(run: RunConfig) -> None:
         (gpt.swiglu, "silu"),
         (gpt.quick_geglu, "quick_gelu"),
         (gpt.squared_relu, "squared_relu"),
+        (gpt.relu, "relu"),
         (gpt.openai_gelu, "gelu_tanh"),
     )
     model.activation_func = next((name for is_chosen, name in chosen if is_chosen), "gelu")

@@ -140,7 +140,7 @@ _KIMI_ROWS = {
     **_build_projection(_KIMI, "kimi_delta", _QKV | {"b_proj": "beta"}),
     **_build_convolution(_KIMI, "kimi_delta"),
     **build_rows(
-        Row(f"{OURS}self_attention.A_log", (f"{_KIMI}A_log",), "by_head"),
+        Row(f"{OURS}self_attention.A_log", (f"{_KIMI}A_log",), "reshaped", shape=(1, 1, -1, 1)),
         Row(f"{OURS}self_attention.dt_bias", (f"{_KIMI}dt_bias",)),
     ),
     **rename_rows(

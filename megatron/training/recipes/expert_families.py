@@ -11,20 +11,24 @@ from megatron.training.recipes.family import Family, Row, Setting
 from megatron.training.recipes.family_defaults import Fields, complete_latent, fill_layers, list_layers, size, without
 from megatron.training.recipes.family_rows import (
     BIASED_ATTENTION,
+    BIASED_ROWS,
     EXPERT_BIAS,
     EXPERTS,
     MIXTRAL_EXPERTS,
+    MLP_BIASES,
     OURS,
     QK_NORMS,
     QKV_BIAS,
     SHARED_EXPERTS,
     THEIRS,
+    build_gated_biases,
     build_gated_rows,
     build_rows,
     rename_rows,
     without_rows,
 )
 from megatron.training.recipes.family_settings import (
+    ALL_BIASES,
     ATTENTION_BIAS,
     DEEPSEEK_EXPERTS,
     EMBEDDING_MULTIPLIER,
@@ -35,6 +39,7 @@ from megatron.training.recipes.family_settings import (
     ROTARY_BASE,
     ROTARY_SHARE,
     SIZES,
+    TEMPERATURE,
     TOP_K,
     TWO_BEST,
     UNNORMALISED,
@@ -75,6 +80,19 @@ _DEFAULTS: Mapping[str, Fields] = {
         "topk_group": 1, "num_experts_per_tok": None, "first_k_dense_replace": 0, "norm_topk_prob": False,
         "attention_bias": False, "routed_scaling_factor": 1.0, "sliding_window": 4096, "max_window_layers": 62,
         "layer_types": None,
+    },
+    "ernie4_5_moe": size(28, 2560, 12288, 20, 4, 131072)
+    | {
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "use_bias": False, "moe_intermediate_size": 1536, "moe_k": 6,
+        "moe_num_experts": 64, "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1,
+        "moe_layer_interval": 1, "moe_norm_min": 1e-12,
+    },
+    "mistral4": size(36, 4096, 12288, 32, 32, 1048576)
+    | {
+        "moe_intermediate_size": 2048, "n_shared_experts": 1, "n_routed_experts": 128, "routed_scaling_factor": 1.0,
+        "kv_lora_rank": 256, "q_lora_rank": 1024, "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 64,
+        "n_group": 1, "topk_group": 1, "num_experts_per_tok": 4, "first_k_dense_replace": 0, "norm_topk_prob": True,
+        "rope_interleave": True, "attention_bias": False,
     },
     "granitemoe": _GRANITE,
     "granitemoeshared": _GRANITE | {"shared_intermediate_size": 0},
@@ -147,6 +165,26 @@ def _complete_afmoe(fields: Fields) -> Fields:
     return fields
 
 
+def _complete_ernie(fields: Fields) -> Fields:
+    """Fill in the last layer with experts."""
+    last = fields["moe_layer_end_index"]
+    return fields | {"moe_layer_end_index": fields["num_hidden_layers"] - 1 if last == -1 else last}
+
+
+def _complete_mistral4(fields: Fields) -> Fields:
+    """Fill in the positions, which are stretched where nothing else is said."""
+    if not fields.get("rope_scaling") and fields["rope_parameters"] is None:
+        fields["rope_parameters"] = {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 128.0, "original_max_position_embeddings": 8192,
+            "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+        }  # fmt: skip
+    turned, width = fields["qk_rope_head_dim"], fields["qk_rope_head_dim"] + fields["qk_nope_head_dim"]
+    # The width of a whole head here, and of its rotated part in what is common to all.
+    if fields.get("head_dim") == width:
+        fields["head_dim"] = turned
+    return complete_latent(fields)
+
+
 _SIGMOID = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 _EXPERTS_BY_WORD = Setting("mlp_layer_types", "--moe-layer-freq", "layers with experts", word="sparse")
 
@@ -198,6 +236,49 @@ EXPERT_FAMILIES: tuple[Family, ...] = (
         idle=frozenset(("qk_head_dim",)),
         complete=lambda fields: complete_latent(_fill_mlps(fields, fields.pop("first_k_dense_replace", 1))),
         defaults=_DEFAULTS["glm4_moe_lite"],
+    ),
+    build_deepseek(
+        "Mistral Small 4", "mistral4", "Mistral4ForCausalLM",
+        flags="--attn-temperature-layers all",
+        settings=(
+            *TEMPERATURE, *EXPERT_GROUPS, TWO_BEST,
+            Setting("rope_parameters.partial_rotary_factor", "--qk-pos-emb-head-dim", "rotated share"),
+            Setting("norm_topk_prob", "--moe-router-score-function", "switch", default=False, word="softmax-share"),
+            UNNORMALISED,
+        ),
+        rows=build_rows(
+            Row(f"{OURS}mlp.experts.linear_fc1.weight", (f"{THEIRS}mlp.experts.gate_up_proj",)),
+            Row(f"{OURS}mlp.experts.linear_fc2.weight", (f"{THEIRS}mlp.experts.down_proj",)),
+        ),
+        other_names={"num_local_experts": "n_routed_experts"}, idle=frozenset(("head_dim", "qk_head_dim")),
+        complete=_complete_mistral4, defaults=_DEFAULTS["mistral4"],
+    ),
+    build_llama(
+        "ERNIE 4.5 MoE", "ernie4_5_moe", "Ernie4_5_MoeForCausalLM",
+        flags="--rotary-interleaved --moe-router-score-function softmax-share --moe-router-enable-expert-bias",
+        settings=(
+            HEAD_WIDTH,
+            *(
+                Setting("use_bias", flag, "switch", default=False)
+                for flag in (*ALL_BIASES, "--add-output-layer-bias")
+            ),
+            Setting("moe_num_experts", "--num-experts"), Setting("moe_k", "--moe-router-topk", needed=True),
+            EXPERT_WIDTH,
+            Setting("moe_num_shared_experts*moe_intermediate_size", "--moe-shared-expert-intermediate-size"),
+            Setting("moe_layer_start_index|moe_layer_end_index|moe_layer_interval", "--moe-layer-freq", "expert span"),
+        ),
+        rows={
+            **BIASED_ROWS, **MLP_BIASES, **SHARED_EXPERTS, **build_gated_biases("mlp.shared_experts"),
+            **rename_rows("", "", {"output_layer": "lm_head"}, "bias"),
+            **build_rows(
+                Row(
+                    f"{OURS}mlp.router.expert_bias", (f"{THEIRS}mlp.moe_statics.e_score_correction_bias",), "reshaped",
+                    shape=(1, -1),
+                )
+            ),
+        },
+        other_names={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
+        rope={"rope_theta": 500000.0}, complete=_complete_ernie, defaults=_DEFAULTS["ernie4_5_moe"],
     ),
     build_llama(
         "dots.llm1", "dots1", "Dots1ForCausalLM",

@@ -12,6 +12,7 @@ import difflib
 from collections.abc import Sequence
 
 from megatron.core.errors import ConfigError
+from megatron.training.recipes.convolution_families import CONVOLUTION_FAMILIES
 from megatron.training.recipes.delta_families import DELTA_FAMILIES
 from megatron.training.recipes.expert_families import EXPERT_FAMILIES
 from megatron.training.recipes.family import Family, Row, Setting
@@ -90,6 +91,7 @@ from megatron.training.recipes.family_settings import (
 )
 from megatron.training.recipes.further_families import FURTHER
 from megatron.training.recipes.hybrid_families import HYBRIDS
+from megatron.training.recipes.parallel_families import PARALLEL_FAMILIES
 
 FAMILIES: tuple[Family, ...] = (
     build_family(
@@ -264,8 +266,10 @@ FAMILIES: tuple[Family, ...] = (
     ),
     *FURTHER,
     *EXPERT_FAMILIES,
+    *PARALLEL_FAMILIES,
     *HYBRIDS,
     *DELTA_FAMILIES,
+    *CONVOLUTION_FAMILIES,
 )  # fmt: skip
 
 

@@ -37,7 +37,8 @@ class Row:
     gated_qkv   the same as qkv, each of their query heads being followed by the gate of its output
     sections    theirs one below the other, each being one or more neighbouring sections of a state mixer's projection
     grouped_sections    the same, their rows being grouped by key head: each head's part of every section of the tensor
-    by_head     one number for each head: theirs is [1, 1, heads, 1]
+    reshaped    one number for each head or expert; theirs are of the row's `shape`, which has -1 for their number
+    turned_qkv  the same as qkv, the halves of their query and key heads being exchanged, which turns rotations round
     """
 
     ours: str
@@ -48,13 +49,17 @@ class Row:
     """Names in their files; {expert}, from 0, where every expert has tensors of its own. Ours are [experts, ...], as
     are theirs without {expert}."""
     form: Literal[
-        "whole", "stacked", "interleaved", "qkv", "gated_qkv", "sections", "grouped_sections", "by_head"
+        "whole", "stacked", "interleaved", "qkv", "gated_qkv", "turned_qkv", "sections", "grouped_sections",
+        "reshaped",
     ] = "whole"  # fmt: skip
     transposed: bool = False
     """Their matrices are [inputs, outputs]; ours, as those of torch.nn.Linear, [outputs, inputs]."""
     copies: tuple[str, ...] = ()
     """Names of tensors with the same values that each layer of multi-token prediction has in their files."""
 
+    shape: tuple[int, ...] = ()
+    if_apart: tuple[str, ...] = ()
+    """Their names where two branches side by side have a norm each, and not one for both."""
     sections: tuple[tuple[str, ...], ...] = ()
     """Of each of theirs, the names of its sections, in the order of ours (core/plan/state_kinds.py)."""
     kind: str = ""
@@ -73,13 +78,15 @@ class LayerLetters:
     the only kind."""
     mlps: str = ""
     """Each layer also has an MLP: `dense`, or `experts` where the model has some; or the field that says it, with the
-    words dense and sparse for each layer, or with the indices of layers with a dense one. "": none has."""
+    words dense and sparse for each layer, or with the indices of layers with a dense one, or (`num_...`) how many come
+    first that have a dense one. "": none has."""
 
 
 SettingForm = Literal[
     "number", "switch", "inverted switch", "query groups", "window", "window layers", "layers without positions",
     "dense layers first", "layers with experts", "groups", "group score", "two best", "factors", "root", "inverse root",
     "inverse", "bounds", "expansion", "full layers", "multipliers", "gate norm",
+    "one norm", "word", "average", "expert span", "rotated share",
 ]  # fmt: skip
 
 
@@ -107,6 +114,11 @@ class Setting:
     factors                   a number for each pair of channels
     multipliers               five numbers, or two, of which the second is the flag `word`
     gate norm                 whether there is one, and (behind `|`) whether the gate comes after it
+    one norm                  the flag stands where there is 1; else there are 2
+    word                      `word`, or the default; no others
+    average                   half of the sum of experts and the shared one, or all of it: `average` and `sum`
+    expert span               first and last layer with experts, from 0, and every which in between
+    rotated share             of a head with latent attention: the widths of its parts say it, too
     root, inverse root        of the value
     inverse                   1 / value
     bounds                    smallest and largest step of a state; `word` is the flag of the largest

@@ -16,6 +16,7 @@ from typing import Any
 from megatron.core.errors import ConfigError
 from megatron.training.recipes.family import GROUP_LIMITED, ROPE_TYPES, Family, Setting
 from megatron.training.recipes.family_letters import build_pattern, list_layer_fields
+from megatron.training.recipes.flag_values import describe_number, describe_pattern, describe_period
 
 ROPE = "rope_parameters"
 ENDLESS = {"__float__": "Infinity"}
@@ -76,11 +77,11 @@ def build_flags(family: Family, config: Mapping[str, Any], *, with_sizes: bool =
     flags = list(
         dict.fromkeys([*flags, *(flag for setting in settings for flag in _build_flag(family, config, setting))])
     )
-    scored = "--moe-router-score-function sigmoid"
-    if {"--moe-router-topk 1", scored} <= set(flags) and "--moe-apply-probs-on-input" not in flags:
+    is_share = any(f"--moe-router-score-function {word}" in flags for word in ("sigmoid", "softmax-share"))
+    if is_share and "--moe-router-topk 1" in flags and "--moe-apply-probs-on-input" not in flags:
         # Theirs divides by the sum of one; here a single expert's weight is its score.
         name = next(setting.theirs for setting in settings if setting.flag == "--moe-router-topk")
-        raise _refuse(family, name, 1, "with sigmoid scores only 2 and more are known")
+        raise _refuse(family, name, 1, "with such scores only 2 and more are known")
     return flags
 
 
@@ -172,7 +173,9 @@ _BOUNDS = (
 _BY_FORM: Mapping[str, tuple[_Judge, str]] = {
     "switch": _SWITCH, "inverted switch": _SWITCH, "window layers": _WORDS, "full layers": _LAYERS,
     "multipliers": _NUMBERS, "gate norm": _SWITCH, "layers without positions": _NUMBERS,
-    "layers with experts": _NUMBERS, "group score": _WORD, "bounds": _BOUNDS,
+    "layers with experts": _NUMBERS, "group score": _WORD, "word": _WORD, "average": _WORD,
+    "expert span": (lambda value: value == -1 or _COUNT[0](value), "a layer's number, from 0, or -1 for the last"),
+    "bounds": _BOUNDS,
 }  # fmt: skip
 _BY_TYPE: Mapping[type, tuple[_Judge, str]] = {bool: _SWITCH, int: _NUMBER, float: _NUMBER, str: _WORD}
 # No flags: flags follow from them.
@@ -189,7 +192,8 @@ def _judge(family: Family, config: Mapping[str, Any]) -> None:
     kinds = {name: _BY_TYPE[type(value)] for name, value in family.defaults.items() if type(value) in _BY_TYPE}
     kinds |= _BY_NAME
     if family.letters is not None:
-        kinds |= dict.fromkeys(list_layer_fields(family.letters), _LAYERS)
+        fields = list_layer_fields(family.letters)
+        kinds |= {name: _COUNT if name.startswith("num_") else _LAYERS for name in fields}
     needed = {name for name, kind in _BY_NAME.items() if kind is _STEP and name in family.defaults}
     for setting in (*family.sizes, *family.settings):
         of_setting = _COUNT if setting.flag in _COUNTED else _BY_FORM.get(setting.form, _NUMBER)
@@ -375,7 +379,7 @@ def _build_flag(family: Family, config: Mapping[str, Any], setting: Setting) -> 
         case "switch":
             return [" ".join(filter(None, [setting.flag, setting.word]))] if value else []
         case "inverted switch":
-            return [] if value else [setting.flag]
+            return [] if value else [" ".join(filter(None, [setting.flag, setting.word]))]
         case "query groups":
             return [f"--group-query-attention {setting.flag} {value}"]
         case "window":
@@ -385,15 +389,15 @@ def _build_flag(family: Family, config: Mapping[str, Any], setting: Setting) -> 
             return [f"{setting.flag} {int(value) - 1},0"]
         case "window layers":
             sees_all = [kind == FULL for kind in _judge_layers(family, config, setting, value)]
-            return [f"{setting.flag} {_describe_pattern(sees_all, '0', '1')}"] if any(sees_all) else []
+            return [f"{setting.flag} {describe_pattern(sees_all, '0', '1')}"] if any(sees_all) else []
         case "full layers":
             # Where a layer of theirs is two letters, both are alike.
             letters = 2 if family.letters and family.letters.mlps else 1
             of_layers = [kind == FULL for kind in value for _ in range(letters)]
-            return [f"{setting.flag} {_describe_pattern(of_layers, '1', '0', divides=True)}"] if any(of_layers) else []
+            return [f"{setting.flag} {describe_pattern(of_layers, '1', '0', divides=True)}"] if any(of_layers) else []
         case "layers without positions":
             has_none = [not has_positions for has_positions in _judge_layers(family, config, setting, value)]
-            pattern = _describe_pattern(has_none, "1", "0", divides=True) if any(has_none) else None
+            pattern = describe_pattern(has_none, "1", "0", divides=True) if any(has_none) else None
             return [] if pattern is None else [f"{setting.flag} {pattern}"]
         case "dense layers first":
             return [f"{setting.flag} [0]*{value}+[1]*{config['num_hidden_layers'] - value}"]
@@ -401,7 +405,7 @@ def _build_flag(family: Family, config: Mapping[str, Any], setting: Setting) -> 
             has_experts = [index in value for index in range(config["num_hidden_layers"])]
             if setting.word is not None:
                 has_experts = [kind == setting.word for kind in _judge_layers(family, config, setting, value)]
-            return [] if all(has_experts) else [f"{setting.flag} {_describe_period(has_experts)}"]
+            return [] if all(has_experts) else [f"{setting.flag} {describe_period(has_experts)}"]
         case "groups" | "two best" if (config["n_group"], config["topk_group"]) == (1, 1):
             return []
         case "group score":
@@ -415,17 +419,42 @@ def _build_flag(family: Family, config: Mapping[str, Any], setting: Setting) -> 
             # What our own rule, as many of the best as a token uses of a group, would come to.
             return [] if config["num_experts_per_tok"] // value == 2 else [f"{setting.flag} two-best"]
         case "factors":
-            return [" ".join([setting.flag, *map(_describe_number, value)])]
+            return [" ".join([setting.flag, *map(describe_number, value)])]
         case "bounds":
             low, high = value
-            lowest = [f"{setting.flag} {_describe_number(low)}"] if low > 0 else []
-            return lowest + ([] if high == math.inf else [f"{setting.word} {_describe_number(high)}"])
+            lowest = [f"{setting.flag} {describe_number(low)}"] if low > 0 else []
+            return lowest + ([] if high == math.inf else [f"{setting.word} {describe_number(high)}"])
         case "multipliers":
             return _build_multipliers(family, setting, value)
         case "gate norm":
             is_normed, is_first = (config[name] for name in setting.theirs.split("|"))
             form = "none" if not is_normed else "ungated" if is_first else "gated"
             return [] if form == "gated" else [f"{setting.flag} {form}"]
+        case "word":
+            if value != setting.word:
+                raise _refuse(family, setting.theirs, value, f"only {setting.default!r} and {setting.word!r} are known")
+            return [f"{setting.flag} {value}"]
+        case "rotated share":
+            turned, plain = config["qk_rope_head_dim"], config["qk_nope_head_dim"]
+            if value != turned / (turned + plain):
+                raise _refuse(family, setting.theirs, value, f"{turned} of {turned + plain} channels are rotated")
+            return []
+        case "average":
+            has_dense = "dense" in config["mlp_layer_types"]
+            if value not in ("sum", "average") or (value == "average" and has_dense):
+                raise _refuse(family, setting.theirs, value, "only 'sum', or 'average' if no layer is dense, is known")
+            return [f"{setting.flag} 0.5"] if value == "average" else []
+        case "expert span":
+            first, last, every = (config[name] for name in setting.theirs.split("|"))
+            if every < 1:
+                raise _refuse(family, setting.theirs.split("|")[2], every, "it must be 1 or more")
+            layers = range(config["num_hidden_layers"])
+            chosen = [first <= index <= last and (index + 1) % every == 0 for index in layers]
+            return [] if all(chosen) else [f"{setting.flag} {describe_period(chosen)}"]
+        case "one norm":
+            if value not in (1, 2):
+                raise _refuse(family, setting.theirs, value, "only 1 and 2 are known")
+            return [setting.flag] if value == 1 else []
         case "expansion":
             heads, width = (_find(family, config, name) for name in MAMBA_HEADS)
             if value * (1 if setting.word == "channels" else config["hidden_size"]) != heads * width:
@@ -436,7 +465,7 @@ def _build_flag(family: Family, config: Mapping[str, Any], setting: Setting) -> 
             raise _refuse(family, setting.theirs, value, "it must be a number above 0")
         case "inverse" | "root" | "inverse root":
             value **= {"inverse": -1, "root": 0.5, "inverse root": -0.5}[setting.form]
-    return [f"{setting.flag} {_describe_number(value)}"]
+    return [f"{setting.flag} {describe_number(value)}"]
 
 
 def _build_multipliers(family: Family, setting: Setting, value: Sequence[float]) -> list[str]:
@@ -445,11 +474,7 @@ def _build_multipliers(family: Family, setting: Setting, value: Sequence[float])
     if len(value) != (5 if setting.word is None else 2):
         raise _refuse(family, setting.theirs, value, "it must have 5 numbers, or 2 for mlp_multipliers")
     pairs = zip(flags, [value] if setting.word is None else [[each] for each in value], strict=True)
-    return [" ".join([flag, *map(_describe_number, each)]) for flag, each in pairs if set(each) != {1}]
-
-
-def _describe_number(value: float) -> str:
-    return str(int(value) if value == int(value) else value)
+    return [" ".join([flag, *map(describe_number, each)]) for flag, each in pairs if set(each) != {1}]
 
 
 def _judge_layers(family: Family, config: Mapping[str, Any], setting: Setting, value: Sequence[Any]) -> Sequence[Any]:
@@ -464,23 +489,3 @@ def _judge_layers(family: Family, config: Mapping[str, Any], setting: Setting, v
     if setting.form in ("window layers", "layers with experts") and not set(value) <= set(known):
         raise _refuse(family, setting.theirs, value, f"only {known[0]!r} and {known[1]!r} are known")
     return value
-
-
-def _describe_pattern(is_other: Sequence[bool], other: str, usual: str, *, divides: bool = False) -> str:
-    """Describe the layers that are not like the others: n for every n-th, or an entry for each layer.
-
-    divides: n must divide the number of layers.
-    """
-    # A single number where possible: it also fits a model with more layers.
-    period = is_other.index(True) + 1
-    may_repeat = not divides or len(is_other) % period == 0
-    if may_repeat and list(is_other) == [(index + 1) % period == 0 for index in range(len(is_other))]:
-        return str(period)
-    return f"[{','.join(other if entry else usual for entry in is_other)}]"
-
-
-def _describe_period(holds: Sequence[bool]) -> str:
-    """An entry for each layer, 1 where it holds, written as a period and how often it comes."""
-    size = len(holds)
-    period = next(n for n in range(1, size + 1) if size % n == 0 and list(holds) == list(holds[:n]) * (size // n))
-    return f"[{','.join(str(int(entry)) for entry in holds[:period])}]*{size // period}"

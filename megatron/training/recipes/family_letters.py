@@ -34,7 +34,10 @@ def build_pattern(letters: LayerLetters, fields: Mapping[str, Any], *, has_exper
     if not letters.mlps:
         return "".join(mixers)
     mlps = [{"dense": "dense"}.get(letters.mlps, "sparse" if has_experts else "dense")] * layers
-    if letters.mlps not in ("dense", "experts"):
+    if letters.mlps.startswith("num_"):
+        dense = fields[letters.mlps]
+        mlps = ["dense" if layer < dense else "sparse" for layer in range(layers)]
+    elif letters.mlps not in ("dense", "experts"):
         mlps = _read(fields, letters.mlps, layers, "dense", "sparse")
     if unknown := [word for word in mlps if word not in _MLPS]:
         raise ConfigError(f"{letters.mlps} in config.json has {unknown[0]!r}; only 'dense' and 'sparse' are known")
@@ -79,6 +82,11 @@ def read_pattern(letters: LayerLetters, pattern: str | None) -> dict[str, Any] |
         return None
     if letters.mlps.endswith("_types"):
         found[letters.mlps] = [kinds[letter] for letter in mlps]
+    elif letters.mlps.startswith("num_"):
+        dense = mlps.count("-")
+        if "-" in mlps[dense:]:
+            return None
+        found[letters.mlps] = dense
     elif letters.mlps.endswith("_layers"):
         found[letters.mlps] = [index for index, letter in enumerate(mlps) if letter == "-"]
     return found

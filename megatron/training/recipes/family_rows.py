@@ -177,15 +177,18 @@ GPT_OSS_EXPERTS = build_rows(
 # Attention with biases in all projections, an MLP whose two first ones are stacked.
 BIASED_ATTENTION = QKV_BIAS | rename_rows(OURS, THEIRS, {"self_attention.linear_proj": "self_attn.o_proj"}, "bias")
 BIASED_ROWS = LLAMA_ROWS | BIASED_ATTENTION
-MLP_BIASES = {
-    **build_rows(
-        Row(
-            f"{OURS}mlp.linear_fc1.bias",
-            (f"{THEIRS}mlp.gate_proj.bias", f"{THEIRS}mlp.up_proj.bias"), "stacked",
-        )
-    ),
-    **rename_rows(OURS, THEIRS, {"mlp.linear_fc2": "mlp.down_proj"}, "bias"),
-}  # fmt: skip
+
+
+def build_gated_biases(module: str) -> dict[str, Row]:
+    """The biases of a gated MLP, which has the same name on both sides."""
+    first = (f"{THEIRS}{module}.gate_proj.bias", f"{THEIRS}{module}.up_proj.bias")
+    return {
+        **build_rows(Row(f"{OURS}{module}.linear_fc1.bias", first, "stacked")),
+        **rename_rows(OURS, THEIRS, {f"{module}.linear_fc2": f"{module}.down_proj"}, "bias"),
+    }
+
+
+MLP_BIASES = build_gated_biases("mlp")
 STARCODER2_ROWS = {
     **without_rows(BIASED_ROWS, ".mlp."),
     **rename_rows(

@@ -104,6 +104,10 @@ LLAMA4_ATTENTION = (
     Setting("use_qk_norm", "--qk-l2-norm", "switch", default=False),
     Setting("use_qk_norm", "--qk-l2-norm-layers", "switch", default=False, word="rotary"),
 )
+TEMPERATURE = (
+    Setting("rope_parameters.llama_4_scaling_beta", "--attn-temperature-scale", default=0, needed=True),
+    Setting("rope_parameters.original_max_position_embeddings", "--attn-temperature-floor", default=8192),
+)
 # One width for routed experts and the shared one.
 LLAMA4_EXPERTS = (
     Setting("num_local_experts", "--num-experts"),

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron.core.errors import ConfigError
-from megatron.training.recipes.family import Family, Setting
+from megatron.training.recipes.family import Family, Row, Setting
 from megatron.training.recipes.family_defaults import Fields, fill_layers, list_layers, size, without
 from megatron.training.recipes.family_rows import (
     BIASED_ATTENTION,
@@ -21,7 +21,10 @@ from megatron.training.recipes.family_rows import (
     STARCODER2_ROWS,
     THEIRS,
     UNGATED_MLP,
+    build_rows,
+    list_projections,
     rename_rows,
+    without_rows,
 )
 from megatron.training.recipes.family_settings import (
     ALL_BIASES,
@@ -33,6 +36,8 @@ from megatron.training.recipes.family_settings import (
     MLP_BIAS,
     ROTARY_BASE,
     ROTARY_SHARE,
+    SOFT_CAPS,
+    TEMPERATURE,
     UNTIED,
     USUAL,
     WINDOW,
@@ -40,6 +45,7 @@ from megatron.training.recipes.family_settings import (
     build_family,
     build_llama,
     build_olmo,
+    build_sizes,
 )
 
 _LIKE_LLAMA = {"rms_norm_eps": 1e-5, "attention_bias": False, "mlp_bias": False}
@@ -76,6 +82,16 @@ _DEFAULTS: Mapping[str, Fields] = {
     | {"rms_norm_eps": 1e-5, "attention_bias": False, "sliding_window": 4096, "layer_types": None},
     "hunyuan_v1_dense": size(32, 4096, 11008, 32, None, 2048)
     | {"rms_norm_eps": 1e-5, "attention_bias": False, "head_dim": None},
+    "opt": {
+        "hidden_size": 768, "num_hidden_layers": 12, "ffn_dim": 3072, "max_position_embeddings": 2048,
+        "do_layer_norm_before": True, "_remove_final_layer_norm": False, "word_embed_proj_dim": None,
+        "num_attention_heads": 12, "activation_function": "relu", "enable_bias": True,
+        "layer_norm_elementwise_affine": True, "tie_word_embeddings": True,
+    },
+    "olmo": without(size(32, 4096, 11008, 32, None, 2048), "rms_norm_eps")
+    | {"attention_bias": False, "clip_qkv": None},
+    "nanochat": size(12, 768, 8192, 6, None, 2048)
+    | {"hidden_act": "relu2", "final_logit_softcapping": 15.0, "attention_bias": False},
     "granite_swa": size(24, 2560, 8192, 20, 4, 8192) | _LIKE_LLAMA
     | {
         "tie_word_embeddings": True, "embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0,
@@ -164,7 +180,49 @@ def _complete_ministral3(fields: Fields) -> Fields:
     return fields
 
 
+def _complete_opt(fields: Fields) -> Fields:
+    """Set aside the width of the embedding where it is that of the layers."""
+    is_same = fields["word_embed_proj_dim"] == fields["hidden_size"]
+    return fields | ({"word_embed_proj_dim": None} if is_same else {})
+
+
+_OPT = "model.decoder.layers.{layer}."
+_OPT_ROWS = {
+    **rename_rows(
+        "", "", {"embedding.word_embeddings": "model.decoder.embed_tokens", "embedding.position_embeddings":
+                 "model.decoder.embed_positions", "output_layer": "lm_head"},
+    ),
+    **rename_rows("", "", {"decoder.final_layernorm": "model.decoder.final_layer_norm"}, "weight", "bias"),
+    **rename_rows(
+        OURS, _OPT,
+        {"input_layernorm": "self_attn_layer_norm", "pre_mlp_layernorm": "final_layer_norm",
+         "self_attention.linear_proj": "self_attn.out_proj", "mlp.linear_fc1": "fc1", "mlp.linear_fc2": "fc2"},
+        "weight", "bias",
+    ),
+    **build_rows(
+        *(
+            Row(
+                f"{OURS}self_attention.linear_qkv.{kind}",
+                tuple(f"{_OPT}self_attn.{letter}_proj.{kind}" for letter in "qkv"), "qkv",
+            )
+            for kind in ("weight", "bias")
+        )
+    ),
+}  # fmt: skip
+
 FURTHER: tuple[Family, ...] = (
+    build_family(
+        # Norms have the default epsilon.
+        "OPT", "opt", "OPTForCausalLM",
+        flags="--relu --learned-position-offset 2",
+        sizes=build_sizes(intermediate_size="ffn_dim"),
+        settings=(
+            UNTIED, Setting("enable_bias", "--disable-bias-linear", "inverted switch", default=True),
+            Setting("layer_norm_elementwise_affine", "--norm-parameters", "inverted switch", default=True, word="none"),
+        ),
+        rows=_OPT_ROWS, is_rotary=False, idle=frozenset(("dropout", "layerdrop", "init_std")),
+        complete=_complete_opt, defaults=_DEFAULTS["opt"],
+    ),
     build_llama(
         "Granite 3", "granite", "GraniteForCausalLM",
         settings=(HEAD_WIDTH, *ATTENTION_BIAS, MLP_BIAS, *GRANITE_MULTIPLIERS),
@@ -191,9 +249,7 @@ FURTHER: tuple[Family, ...] = (
         "Ministral 3", "ministral3", "Ministral3ForCausalLM",
         flags="--attn-temperature-layers all",
         settings=(
-            HEAD_WIDTH, WINDOW,
-            Setting("rope_parameters.llama_4_scaling_beta", "--attn-temperature-scale", default=0, needed=True),
-            Setting("rope_parameters.original_max_position_embeddings", "--attn-temperature-floor", default=8192),
+            HEAD_WIDTH, WINDOW, *TEMPERATURE,
         ),
         complete=_complete_ministral3, defaults=_DEFAULTS["ministral3"],
     ),
@@ -278,6 +334,30 @@ FURTHER: tuple[Family, ...] = (
         "Hunyuan", "hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM",
         flags=HUNYUAN_FLAGS, settings=(HEAD_WIDTH, *ATTENTION_BIAS), rows=HUNYUAN_ROWS,
         idle=frozenset(("eod_token_id",)), complete=complete_hunyuan, defaults=_DEFAULTS["hunyuan_v1_dense"],
+    ),
+    build_family(
+        "OLMo 1", "olmo", "OlmoForCausalLM",
+        flags="--swiglu --disable-bias-linear --norm-parameters none",
+        settings=(UNTIED, ROTARY_BASE, HEAD_WIDTH, *ATTENTION_BIAS), rows=without_rows(BIASED_ROWS, "layernorm"),
+        defaults=_DEFAULTS["olmo"],
+    ),
+    build_family(
+        # It turns queries and keys the other way round, which is the same with their halves exchanged.
+        "nanochat", "nanochat", "NanoChatForCausalLM",
+        flags="--normalization RMSNorm --norm-parameters none --squared-relu --disable-bias-linear "
+        "--add-embedding-norm --qk-l2-norm --qk-norm-after-rotation",
+        settings=(*USUAL, HEAD_WIDTH, *ATTENTION_BIAS, SOFT_CAPS[1]),
+        rows={
+            **without_rows(BIASED_ROWS, "layernorm", ".mlp.", "linear_qkv"),
+            **rename_rows(OURS, THEIRS, {"mlp.linear_fc1": "mlp.fc1", "mlp.linear_fc2": "mlp.fc2"}),
+            **build_rows(
+                *(
+                    Row(f"{OURS}self_attention.linear_qkv.{kind}", list_projections(kind), "turned_qkv")
+                    for kind in ("weight", "bias")
+                )
+            ),
+        },
+        defaults=_DEFAULTS["nanochat"],
     ),
     build_llama(
         "Granite SWA", "granite_swa", "GraniteSWAForCausalLM",

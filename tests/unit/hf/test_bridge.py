@@ -21,7 +21,7 @@ from megatron.hf.auto_bridge import AutoBridge
 from megatron.hf.conversion import Model, export_model, import_model, open_model, open_source
 from megatron.hf.convert import main
 from megatron.hf.entries import list_entries
-from megatron.hf.logits import compare_logits
+from megatron.hf.logits import compare_logits, find_their_class
 from megatron.hf.settings import build_config_json, read_settings
 from megatron.hf.tensor_files import open_tensors, plan_files, write_tensors
 from megatron.training.checkpoint.trained_model import load_trained_model
@@ -52,7 +52,7 @@ def change_config(directory: Path, **fields: Any) -> None:
 
 @torch.no_grad()
 def logits_of_directory(directory: Path) -> Tensor:
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+    model = find_their_class(directory).from_pretrained(directory, attn_implementation="eager")
     return model.eval()(input_ids=token_ids(), use_cache=False).logits
 
 

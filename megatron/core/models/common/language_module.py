@@ -48,7 +48,7 @@ class LanguageModule(MegatronModule):
             vocab_size,
             config=self.config,
             init_method=by_blocks_of_rows(initialiser(self.config)),
-            bias=False,
+            bias=self.config.add_output_layer_bias,
             gather_output=not parallel_output,
             # Where the embedding lies on the same stage, its weight is handed over in each call.
             skip_weight_param_allocation=is_tied and has_embedding,
@@ -66,6 +66,8 @@ class LanguageModule(MegatronModule):
                     placement, name=WORD_EMBEDDINGS, is_copy=True, partial_grad_axes=("embd",)
                 )
             place(layer.weight, placement)
+        if layer.bias is not None:
+            place(layer.bias, dataclasses.replace(get_placement(layer.bias), kind="head_bias"))
         return layer
 
     @staticmethod

@@ -18,6 +18,7 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNet2
 from megatron.core.ssm.kimi_delta_attention import KimiDeltaAttention
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.ssm.parallel_mixers import ParallelMixers, ParallelMixersSubmodules
+from megatron.core.ssm.short_convolution import get_short_convolution_spec
 from megatron.core.ssm.state_mixer import StateMixer, get_state_mixer_spec
 from megatron.core.taken_arguments import take_arguments
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
@@ -123,7 +124,7 @@ def get_gpt_layer_spec(*, multi_latent_attention: bool = False, names: WeightNam
             # Both forms of the MLP: each layer takes one, by its number and the config's pattern.
             moe=get_moe_module_spec(),
             other_kinds={name: get_state_mixer_spec(mixer) for name, mixer in STATE_MIXERS.items()}
-            | {"parallel": get_parallel_mixers_spec()}
+            | {"parallel": get_parallel_mixers_spec(), "short_convolution": get_short_convolution_spec()}
             | dict.fromkeys(("linear_for_attention", "linear_for_mlp"), ReplacementLinear),
             weight_names=names,
         ),

@@ -37,7 +37,7 @@ class HybridStackSubmodules:
     mtp_block_spec: Any = None
     """Of multi-token prediction; its depths have the layers above."""
     other_layer: Any = None
-    """Of kinds that a program has registered itself (core/plan/kinds.py)."""
+    """Of short convolutions, and of kinds that a program has registered itself (core/plan/kinds.py)."""
 
 
 _PARTS = {

@@ -27,8 +27,9 @@ class ArchitectureFields(ModelParallelConfig):
     """Transformer layers."""
     hybrid_layer_pattern: str | None = flag(None, kind="shape")
     """A letter for each layer of the decoder, each with one branch: * attention, + latent attention, - MLP, E experts,
-    M Mamba-2, G gated delta net, K Kimi delta attention, and those of a program's own kinds. | stands between pipeline
-    stages, / before the layers of each depth of multi-token prediction; --num-layers and --mtp-num-layers follow."""
+    M Mamba-2, G gated delta net, K Kimi delta attention, S short convolution, and those of a program's own kinds.
+    | stands between pipeline stages, / before the layers of each depth of multi-token prediction; --num-layers and
+    --mtp-num-layers follow."""
     hybrid_override_pattern: str | None = flag(None, kind="shorthand")
     """Earlier spelling of --hybrid-layer-pattern."""
     heterogeneous_layers_config_path: PathText | None = flag(None, kind="shorthand")
@@ -47,6 +48,8 @@ class ArchitectureFields(ModelParallelConfig):
     multiple of 64."""
     normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"), kind="shape")
     """Norm before attention, before the MLP and after the last layer."""
+    norm_parameters: str = flag("all", choices=("all", "weight", "none"), kind="shape")
+    """Parameters of norms: all that their kind has, a weight without LayerNorm's bias (Cohere), or none (OLMo 1)."""
     layernorm_epsilon: float = flag(1e-5, above=0, names=("--norm-epsilon",), kind="function")
     """Added to the variance in norms."""
     layernorm_zero_centered_gamma: bool = flag(False, names=("--apply-layernorm-1p",), kind="function")
@@ -61,10 +64,16 @@ class ArchitectureFields(ModelParallelConfig):
     """The residual path of attention and MLP starts behind the norm of their input instead of before it."""
     parallel_residual: bool = flag(False, kind="function")
     """Attention and MLP both read the layer's input, x + attention(norm(x)) + mlp(norm'(x)), as GPT-NeoX does."""
+    parallel_residual_shares_norm: bool = flag(
+        False, kind="shape", needs=Needs("--parallel-residual", lambda run: run.parallel_residual)
+    )
+    """With --parallel-residual one norm for both, x + attention(norm(x)) + mlp(norm(x)), as Phi-2 and Cohere have."""
     fp32_residual_connection: bool = flag(False, kind="numerics")
     """Keep the residual stream in float32 where the model computes in a shorter format."""
     embedding_multiplier: float = flag(1.0, above=0, kind="function")
     """Factor on the output of the embedding; Gemma has sqrt(hidden size)."""
+    add_embedding_norm: bool = flag(False, kind="shape")
+    """Normalise the output of the embedding before the first layer (nanochat)."""
     residual_multiplier: float = flag(1.0, above=0, kind="function")
     """Factor on the output of attention and MLP before it joins the residual stream (Granite)."""
     mlp_output_multiplier: float = flag(1.0, above=0, kind="function")
@@ -83,10 +92,12 @@ class ArchitectureFields(ModelParallelConfig):
     """A bias in attention's output projection even when the other linear layers have none."""
     add_mlp_bias: bool = flag(False, kind="shape")
     """Biases in dense MLPs and shared experts even when the other linear layers have none."""
+    add_output_layer_bias: bool = flag(False, kind="shape")
+    """A bias in the output layer, on the logits (Phi-2)."""
     gated_linear_unit: bool = derived(False, kind="shape")
     """Two input projections in the MLP, activation(gate) * up."""
     activation_func: str | Callable[..., Any] = derived("gelu", kind="function")
-    """Activation of the MLP: gelu, gelu_tanh, silu, squared_relu, quick_gelu, or a callable on tensors."""
+    """Activation of the MLP: gelu, gelu_tanh, silu, relu, squared_relu, quick_gelu, or a callable on tensors."""
     activation_func_clamp_value: float | None = flag(None, above=0, kind="function", needs=_GATED)
     """Bound c of a gated activation: act(min(gate, c)) * max(-c, min(up, c)); gpt-oss has 7."""
     glu_linear_offset: float = flag(0.0, kind="function", needs=_GATED)
@@ -155,3 +166,10 @@ class ArchitectureFields(ModelParallelConfig):
             )
         if self.apply_residual_connection_post_layernorm and self.parallel_residual:
             yield "--apply-residual-connection-post-layernorm and --parallel-residual contradict each other; keep one"
+        if self.parallel_residual_shares_norm and (has_output_norms or self.norm_placement == "both"):
+            yield (
+                "--parallel-residual-shares-norm has a norm before attention and MLP, and no others; use "
+                "--norm-placement input, and leave out --output-norm-freq"
+            )
+        if self.norm_parameters == "none" and self.layernorm_zero_centered_gamma:
+            yield "--norm-parameters none leaves no weight for --apply-layernorm-1p to store; leave one of the two out"

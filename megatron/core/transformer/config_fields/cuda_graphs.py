@@ -107,6 +107,11 @@ class CudaGraphFields(OffloadFields):
                 f"{asked} cannot record layers with experts as a whole: how many tokens an expert gets is only known "
                 "while they run; add --cuda-graph-modules attn moe_router"
             )
+        if parts and others.parallel_residual_shares_norm:
+            yield (
+                f"{asked} records parts of a layer with a norm each, and --parallel-residual-shares-norm has one for "
+                "both; leave out --cuda-graph-modules"
+            )
         if (what := self.find_what_no_graph_repeats()) is not None:
             yield f"{asked} cannot record layers of {what}; use --cuda-graph-impl none"
         if self.defers_weight_gradients or self.delays_weight_gradients or self.overlap_moe_expert_parallel_comm:

@@ -71,10 +71,11 @@ class MoEFields(ArchitectureFields):
     """Add a bias that learns to the router's logits (gpt-oss)."""
     moe_router_topk: int = flag(2, minimum=1, kind="function", needs=_EXPERTS)
     """Experts that work on each token."""
-    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = flag(
+    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus", "softmax-share"] = flag(
         "softmax", kind="function", needs=_EXPERTS
     )
-    """From a token's logits to the scores of the experts."""
+    """From a token's logits to the scores of the experts; softmax-share is a softmax over all, whose chosen ones are
+    divided by their sum (ERNIE 4.5, Mistral Small 4)."""
     moe_router_pre_softmax: bool = flag(False, kind="function", needs=(_EXPERTS, _SOFTMAX))
     """Softmax over all experts before the best are chosen; otherwise over the chosen ones, so that their weights add up
     to one."""
@@ -366,8 +367,11 @@ class MoEFields(ArchitectureFields):
             yield "--moe-router-topk 1 with softmax scores gives every token the weight 1; add --moe-router-pre-softmax"
         # The bias is compared with scores from 0 to about 1; logits, which softmax routing chooses by, have no such
         # scale.
-        if self.moe_router_enable_expert_bias and score not in ("sigmoid", "sqrtsoftplus"):
-            yield "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid or sqrtsoftplus"
+        if self.moe_router_enable_expert_bias and score == "softmax":
+            yield (
+                "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid, sqrtsoftplus or "
+                "softmax-share"
+            )
         # One loss may be written without a list, and then has one weight.
         if len(kinds) > 1 and len(kinds) != len(weights):
             yield (

@@ -30,7 +30,7 @@ _SOME_WITHOUT = Needs(
     "--no-rope-freq or --attn-temperature-layers all",
     lambda run: run.no_rope_freq is not None or run.attn_temperature_layers == "all",
 )
-_HEAD_NORM = Needs("--qk-layernorm", lambda run: run.qk_layernorm)
+_HEAD_NORM = Needs("--qk-layernorm or --qk-l2-norm", lambda run: run.qk_layernorm or run.qk_l2_norm)
 _TEMPERATURE = Needs("--attn-temperature-scale", lambda run: run.attn_temperature_scale is not None)
 _WINDOW = Needs("--window-size", lambda run: run.window_size is not None)
 
@@ -113,8 +113,16 @@ class PositionFields(AttentionFields):
     (Ministral 3)."""
     attn_temperature_floor: int = flag(8192, minimum=1, unit="tokens", kind="function", needs=_TEMPERATURE)
     """With --attn-temperature-scale: tokens after which the factor grows for the first time, and then each time."""
+    learned_position_offset: int = flag(
+        0,
+        minimum=0,
+        maximum=2**20,
+        kind="shape",
+        needs=Needs("learned positions", lambda run: run.position_embedding_type == "learned_absolute"),
+    )
+    """Rows of the table of learned positions before that of the first token, which nothing reads (OPT has 2)."""
     qk_norm_after_rotation: bool = flag(False, kind="function", needs=(ROTARY, _HEAD_NORM))
-    """Rotate queries and keys before --qk-layernorm normalises them, not after (Hunyuan)."""
+    """Rotate queries and keys before --qk-layernorm or --qk-l2-norm normalises them, not after (Hunyuan)."""
     rope_scaling_high_freq_factor: float = flag(4.0, minimum=1, kind="function", needs=_SCALED)
     """--use-rope-scaling keeps frequencies with more turns than this in the first 8192 tokens, stretches those with
     less than one turn, and blends in between; 4 in Llama 3.1, 1 in Llama 4."""
@@ -166,8 +174,12 @@ class PositionFields(AttentionFields):
                     yield f"--longrope-short-factors needs {self.flag(name)}; give both sets and the length"
         if self.rope_type == "rope" and self.position_embedding_type == "yarn":
             yield "--rope-type rope and --position-embedding-type yarn contradict each other; keep one"
-        if self.attn_temperature_scale is not None and self.multi_latent_attention:
-            yield "--attn-temperature-scale is not there for --multi-latent-attention; leave one of the two out"
+        is_partial = self.attn_temperature_layers != "all" or self.no_rope_freq is not None
+        if self.attn_temperature_scale is not None and self.multi_latent_attention and is_partial:
+            yield (
+                "--attn-temperature-scale with --multi-latent-attention is for all layers; add "
+                "--attn-temperature-layers all, and leave out --no-rope-freq"
+            )
         # With the kind as an argument, because a model may be built with other positions than its config names.
         yield from self.position_problems(self.position_embedding_type)
 

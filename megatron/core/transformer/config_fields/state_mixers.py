@@ -94,6 +94,10 @@ class StateMixerFields(PositionFields):
     linear_gate_rank: int | None = flag(None, minimum=1, maximum=65536, kind="shape", needs=_needs_letter("K"))
     """Kimi delta attention makes its decay and its output's gate of vectors of so many numbers, by two matrices each
     (Kimi Linear: as many as a head has channels); by one matrix each when not given."""
+    short_conv_kernel_dim: int = flag(3, minimum=1, maximum=64, kind="shape", needs=_needs_letter("S"))
+    """Tokens that a short convolution reads (LFM 2)."""
+    short_conv_bias: bool = flag(False, kind="shape", needs=_needs_letter("S"))
+    """Biases in a short convolution and in the two projections around it."""
     linear_conv_kernel_dim: int = flag(4, minimum=1, maximum=64, kind="shape", needs=_DELTA)
     """Tokens that the convolution of a gated delta net reads."""
     linear_key_head_dim: int = flag(128, minimum=1, maximum=65536, kind="shape", needs=_DELTA)
@@ -135,6 +139,11 @@ class StateMixerFields(PositionFields):
             )
         if "kimi_delta" in kinds:
             yield from self._kimi_problems()
+        if "short_convolution" in kinds and self.hidden_size and self.hidden_size % ranks:
+            yield (
+                f"{self.say('tensor_model_parallel_size')} cannot share the {self.hidden_size} channels of a short "
+                f"convolution; use a divisor of {self.say('hidden_size')}"
+            )
         if self.mamba_beside_attention and self.multi_latent_attention:
             yield (
                 "--mamba-beside-attention stands beside packed heads, and --multi-latent-attention has none; leave one "

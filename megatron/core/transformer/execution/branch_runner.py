@@ -2,7 +2,7 @@
 """Runners, which compute the residual branches of a layer, each around what is named below it.
 
     RecordedLayer, Within                one CUDA graph of all branches; a context around them (Transformer Engine's)
-    Parallel                             all branches read the same x
+    Parallel, OneNorm                    all branches read the same x, or one norm of it
     RecordedBranch, RecordedRouter       one CUDA graph of a branch, or of what it does before its experts
     JoinedBranches                       one kernel adds a branch's output and normalises the sum for the next branch
     ResidualBranch.add                   the branch itself, the only runner where nothing is asked for
@@ -134,6 +134,19 @@ class Parallel:
         stream = first(x, inputs)
         for add in others:
             stream = add(x, inputs, stream)
+        return stream
+
+
+class OneNorm:
+    """All branches read one norm of x; what each returns is added to one stream."""
+
+    def __init__(self, branches: Sequence[ResidualBranch]) -> None:
+        self.branches = branches
+
+    def __call__(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        normed, norm_input, stream = self.branches[0].enter(x)
+        for branch in self.branches:
+            stream = branch.leave(*branch.body(normed, inputs, norm_input), stream)
         return stream
 
 

@@ -22,6 +22,7 @@ from megatron.core.transformer.execution.branch_runner import (
     ComputedAgain,
     InChunks,
     NormalisedAgain,
+    OneNorm,
     Parallel,
     RecordedBranch,
     RecordedLayer,
@@ -95,7 +96,9 @@ class Execution:
     def choose_runners(self, layer: Any) -> None:
         """Choose who calls the branches of a TransformerLayer."""
         adds = [branch.add for branch in layer.branches]
-        if self.config.parallel_residual:
+        if any(branch.options.norm == "shared" for branch in layer.plan.branches):
+            layer.runners = (OneNorm(layer.branches),)
+        elif self.config.parallel_residual:
             layer.runners = (Parallel(adds),)
         elif len(adds) == 2 and all(branch.joins for branch in layer.branches):
             layer.runners = (JoinedBranches(*layer.branches),)

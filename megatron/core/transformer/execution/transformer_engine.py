@@ -423,6 +423,8 @@ class EngineExecution(Execution):
         # Where the normalised input goes somewhere else, too, or changes its number format, the norm stays apart.
         if config.apply_residual_connection_post_layernorm or config.fp32_residual_connection:
             return None
+        if config.parallel_residual_shares_norm:
+            return None
         product = {SelfAttention: "linear_qkv", MLP: "linear_fc1"}.get(type(module))
         is_plain = find_norm_class(branch.norm) in (LayerNorm, RMSNorm)
         return product if is_plain and product not in keep_inputs else None

@@ -5,6 +5,7 @@
 |------------------------|-------------------------|------------------|----------------------------------------------|
 | softmax                | logits                  | score            | softmax over the chosen (Jiang et al., 2024) |
 | softmax, pre-softmax   | softmax(logits)         | score            | score                                        |
+| softmax-share          | softmax(logits)         | score + bias     | score / sum over the chosen (ERNIE 4.5)      |
 | sigmoid                | sigmoid(logits)         | score + bias     | score / sum over the chosen (DeepSeek-V3)    |
 | sqrtsoftplus           | sqrt(softplus(logits))  | score + bias     | the same                                     |
 
@@ -42,7 +43,7 @@ class Routing(NamedTuple):
 def score_experts(logits: Tensor, score_function: str) -> Tensor:
     """Scores of all experts for each token: logits [T, E] -> [T, E], float32, or float64 where the logits are."""
     wide = at_least_float32(logits)
-    if score_function == "softmax":
+    if score_function in ("softmax", "softmax-share"):
         return wide.softmax(dim=-1)
     return wide.sigmoid() if score_function == "sigmoid" else F.softplus(wide).sqrt()
 
@@ -50,7 +51,7 @@ def score_experts(logits: Tensor, score_function: str) -> Tensor:
 def compute_affinities(logits: Tensor, score_function: str) -> Tensor:
     """Compute scores that add up to one for each token, [T, E] -> [T, E]: what the balancing losses are about."""
     scores = score_experts(logits, score_function)
-    return scores if score_function == "softmax" else scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
+    return scores if "softmax" in score_function else scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
 
 
 def weigh_chosen(scores: Tensor, experts: Tensor, way: str, factor: float | None) -> Tensor:

@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.products import choose_lookup, multiply
 from megatron.core.tensor_parallel.random import model_parallel_stream
 from megatron.core.transformer.initialisers import embedding_initialiser
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -24,8 +25,9 @@ class PositionEmbedding(MegatronModule):
     def __init__(self, config: TransformerConfig, max_sequence_length: int) -> None:
         super().__init__(config)
         assert config.hidden_size is not None
+        self.offset = config.learned_position_offset
         self.weight = declare_parameter(
-            (max_sequence_length, config.hidden_size),
+            (max_sequence_length + self.offset, config.hidden_size),
             kind="positions",
             init=embedding_initialiser(config),
             dtype=parameter_dtype(config),
@@ -34,11 +36,12 @@ class PositionEmbedding(MegatronModule):
 
     def forward(self, position_ids: Tensor) -> Tensor:
         """Look up the vectors of positions [s, b] int64 -> [s, b, h]."""
-        return multiply(self.product, position_ids, self.weight)
+        return multiply(self.product, position_ids + self.offset if self.offset else position_ids, self.weight)
 
 
 class LanguageModelEmbedding(MegatronModule):
-    """Token vector plus, with learned positions, position vector; times embedding_multiplier; then dropout."""
+    """Token vector plus, with learned positions, position vector; times embedding_multiplier; normalised where
+    add_embedding_norm says so; then dropout."""
 
     @take_arguments(
         "config vocab_size max_sequence_length position_embedding_type num_tokentypes=0 "
@@ -74,6 +77,8 @@ class LanguageModelEmbedding(MegatronModule):
             PositionEmbedding(config, max_sequence_length) if add_position_embedding else None
         )
 
+        self.norm = build_norm(config, config.hidden_size) if config.add_embedding_norm else None
+
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Embed input_ids and position_ids, [b, s] int64 -> [s, b, h], with SP [s/tp, b, h]."""
         hidden_states = self.word_embeddings(input_ids.t())  # looked up as [s, b], so that nothing is transposed later
@@ -89,6 +94,8 @@ class LanguageModelEmbedding(MegatronModule):
         # After positions are added and before dropout, as Gemma and Granite scale.
         if self.scale != 1.0:
             hidden_states = hidden_states * self.scale
+        if self.norm is not None:
+            hidden_states = self.norm(hidden_states).to(hidden_states.dtype)
         dropout = self.config.hidden_dropout if self.training else 0.0
         if dropout == 0.0:
             return hidden_states
