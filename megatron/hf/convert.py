@@ -26,6 +26,7 @@ from megatron.hf.own_family import read_family
 from megatron.training.flags.argument import path
 from megatron.training.recipes.families import FAMILIES
 from megatron.training.recipes.family import Family
+from megatron.training.recipes.missing_families import MISSING
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import Group
@@ -54,20 +55,26 @@ class _ListFamilies(argparse.Action):
 
 
 def describe_families(families: Sequence[Family]) -> str:
-    """A line for each type of models that converts, and what is exact."""
+    """A line for each type of models that converts, and for each popular one that does not; and what is exact."""
     rows = [
         (model_type, family.name, family.model_class)
         for family in families
         for model_type in (family.model_type, *family.aliases)
     ]
-    head = ("model_type", "family", "class of transformers")
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)) for row in (head, *rows)]
+    known = {model_type for model_type, *_ in rows}
+    missing = [(model_type, lacks) for model_type, lacks in MISSING.items() if model_type not in known]
     return "\n".join([
-        *(line.rstrip() for line in lines), "",
+        *_align([("model_type", "family", "class of transformers"), *rows]), "",
+        *_align([("no family", "what there is no layer or option for"), *missing]), "",
         f"{len(rows)} types convert, in both directions. Exact: every weight, bit for bit. Equal to rounding: logits,",
         "to 1e-5 of the largest in float32. A field of config.json that no flag follows is refused.",
     ])  # fmt: skip
+
+
+def _align(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)) for row in rows)
+    return [line.rstrip() for line in lines]
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:

@@ -111,6 +111,9 @@ OPTIONS = {
         --residual-multiplier 0.7 --logit-multiplier 0.8 --use-mup --mup-base-hidden-size 16
         --embedding-init-method-std 0.1 --cross-entropy-loss-fusion --qk-layernorm --qk-norm-scope all
         --position-embedding-type rope --spec examples.custom_layer layer_spec""",
+    # One norm without a bias for both branches, and at the ends what Phi-2, nanochat and OPT have.
+    "phi": """--parallel-residual --parallel-residual-shares-norm --norm-parameters weight --add-output-layer-bias
+        --add-embedding-norm --learned-position-offset 2 --relu --untie-embeddings-and-output-weights""",
     "parallel": """--clip-grad 0 --init-method-xavier-uniform --parallel-residual --bf16 --fp32-residual-connection
         --cross-entropy-loss-fusion --untie-embeddings-and-output-weights""",
 }

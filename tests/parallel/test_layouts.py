@@ -53,6 +53,7 @@ SMALL = {
     ],
     "beside": ["tp2,sp", "cp2", "pp2,dp2,dist-opt"],
     "shapes": ["tp2,sp", "tp2,pp2,dp2,dist-opt"],
+    "phi": ["tp2,sp,pp2,--recompute-granularity selective,--recompute-modules layernorm", "dp2,dist-opt"],
     "kimi": ["tp2,sp,pp2", "dp2,dist-opt"],
     "deepseek": ["tp2,sp,ep2,etp1,--moe-token-dispatcher-type=alltoall", "tp2,pp2,ep2,etp1"],
 }  # fmt: skip

@@ -22,6 +22,7 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNet2
 from megatron.core.ssm.kimi_delta_attention import KimiDeltaAttention
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.ssm.pieces import Pieces
+from megatron.core.ssm.short_convolution import ShortConvolution
 from megatron.core.ssm.state_mixer import StateMixer, StateMixerSubmodules
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.parameters import initialise_parameters
@@ -35,10 +36,11 @@ HIDDEN, LENGTH = 72, 72
 BOUNDS = [0, 1, 20, 36, 43, 54, 72]
 """Documents: one token, one that ends with a piece, one that ends inside of one. On two context-parallel ranks the
 first has no piece that goes on with a document."""
-KINDS: dict[str, tuple[type[StateMixer], dict[str, Any]]] = {
+KINDS: dict[str, tuple[type[StateMixer | ShortConvolution], dict[str, Any]]] = {
     "mamba": (MambaMixer, {"mamba_num_heads": 6, "mamba_head_dim": 10, "mamba_state_dim": 7, "mamba_num_groups": 2}),
     "gdn": (GatedDeltaNet, {"linear_num_key_heads": 2, "linear_num_value_heads": 6}),
     "gdn2": (GatedDeltaNet2, {"linear_num_key_heads": 2, "linear_num_value_heads": 6}),
+    "short": (ShortConvolution, {"short_conv_bias": True, "short_conv_kernel_dim": 4}),
     "kda": (KimiDeltaAttention, {"linear_num_key_heads": 6, "linear_num_value_heads": 6, "linear_value_head_dim": 8}),
 }
 LAYOUTS = [{"tp": 2, "sp": 1}, {"cp": 2}, {"cp": 2, "heads": 1}, {"tp": 2, "cp": 2}, {"cp": 3, "heads": 1}]

@@ -11,7 +11,7 @@
 | mamba            | M      | mixer          | Mamba-2 (state_kinds.py, as the two below)          |
 | gated_delta_net  | G      | self_attention | a gated delta net; gated_delta_net_2 of second form |
 | kimi_delta       | K      | self_attention | Kimi delta attention                                |
-| short_...        | S      | self_attention | a short convolution between two gates (LFM 2)       |
+| short_...        | L      | self_attention | a short convolution between two gates (LFM 2)       |
 | linear_for_...   |        | both           | a matrix in place of attention, or of an MLP        |
 | parallel         |        | self_attention | attention and Mamba-2 side by side on one input     |
 

@@ -232,7 +232,7 @@ KIMI_DELTA = BranchKind(
     list_kimi_sections, _OF_DELTA, _take_for_kimi,
 )  # fmt: skip
 SHORT_CONVOLUTION = BranchKind(
-    "short_convolution", "S", "self_attention", _count_short, _keep_short, state="per sequence",
+    "short_convolution", "L", "self_attention", _count_short, _keep_short, state="per sequence",
     sections=list_short_sections, convolved=("x",),
 )  # fmt: skip
 STATE_KINDS = (MAMBA, GATED_DELTA_NET, GATED_DELTA_NET_2, KIMI_DELTA, SHORT_CONVOLUTION)

@@ -137,10 +137,9 @@ class TransformerLayer(MegatronModule):
             return None
         before, after = _NORMS[kind.attribute]
         where = branch.options.norm
+        setattr(self, before, self._norm(getattr(submodules, before), where in ("input", "both")))
         if where == "shared":
             before = _NORMS["self_attention"][0]
-        else:
-            setattr(self, before, self._norm(getattr(submodules, before), where in ("input", "both")))
         # A dense MLP is the same in every layer.
         number = {} if kind.name == "mlp" else {"layer_number": self.layer_number}
         if branch.options.ffn_hidden_size is not None:

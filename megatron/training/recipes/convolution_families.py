@@ -66,7 +66,7 @@ _SETTINGS = (
     Setting("conv_bias", "--short-conv-bias", "switch", default=False),
     Setting("conv_L_cache", "--short-conv-kernel-dim", default=3),
 )  # fmt: skip
-_LETTERS = {"conv": "S", "full_attention": "*"}
+_LETTERS = {"conv": "L", "full_attention": "*"}
 _ROWS = {
     **without_rows(LLAMA_ROWS, "layernorm", "linear_proj", ".mlp."),
     **rename_rows("", "", {"decoder.final_layernorm": "model.embedding_norm"}),

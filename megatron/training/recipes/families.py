@@ -91,6 +91,7 @@ from megatron.training.recipes.family_settings import (
 )
 from megatron.training.recipes.further_families import FURTHER
 from megatron.training.recipes.hybrid_families import HYBRIDS
+from megatron.training.recipes.missing_families import MISSING
 from megatron.training.recipes.parallel_families import PARALLEL_FAMILIES
 
 FAMILIES: tuple[Family, ...] = (
@@ -289,6 +290,8 @@ def find_family(model_type: str, families: Sequence[Family] = FAMILIES) -> Famil
             return family
     if model_type in _OWN_CODE:
         raise ConfigError(f"models of the type {model_type} do not convert: {_OWN_CODE[model_type]}")
+    if model_type in MISSING:
+        raise ConfigError(f"models of the type {model_type} do not convert: they have {MISSING[model_type]}")
     names = {name: family for family in families for name in (family.model_type, *family.aliases)}
     nearest = difflib.get_close_matches(model_type, names, n=1, cutoff=0.0)
     near = f"; the nearest name is {nearest[0]} ({names[nearest[0]].name})" if nearest else ""

@@ -83,6 +83,9 @@ def _complete_cohere2_moe(fields: Fields) -> Fields:
     turns = [first == 1 and kind == "dense" for kind in fields["mlp_layer_types"]]
     kinds = zip(fields["layer_types"], turns, strict=False)
     fields[_UNROTATED] = ["sliding_attention" if turn else kind for kind, turn in kinds]
+    if fields["rope_scaling"] and not fields.get("rope_parameters"):
+        raise ConfigError("rope_scaling stands alone in config.json; of this model only rope_parameters are read")
+    fields["rope_scaling"] = None
     if fields["expert_selection_fn"] == "softmax":
         fields["norm_topk_prob"] = True
     if not fields["num_shared_experts"]:

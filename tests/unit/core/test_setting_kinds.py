@@ -42,6 +42,8 @@ BASES = (
     "--multi-latent-attention --position-embedding-type rope --rotary-scaling-factor 4 --qk-head-dim 16 "
     "--qk-pos-emb-head-dim 8 --v-head-dim 16",
     "--use-mup --mup-base-hidden-size 32",
+    "--parallel-residual",
+    "--hybrid-layer-pattern L*",
     "--use-mup",
     "--multi-latent-attention --qk-layernorm --position-embedding-type rope --normalization RMSNorm --kv-lora-rank 16 "
     "--qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16",

@@ -37,7 +37,7 @@ KINDS = {
     "yarn": "--position-embedding-type yarn --yarn-original-max-position-embeddings 4 --rotary-scaling-factor 4",
     "latent vectors": LATENT,
     "latent vectors, low rank, window": f"{LATENT} --q-lora-rank 13 --window-size 3,0 --kv-lora-rank 3",
-    "states": f"""{ROPE} --num-layers 5 --hybrid-layer-pattern MG*-K --disable-bias-linear --mamba-num-heads 6
+    "states": f"""{ROPE} --num-layers 6 --hybrid-layer-pattern MG*-KL --disable-bias-linear --mamba-num-heads 6
     --mamba-head-dim 5 --mamba-num-groups 2 --mamba-state-dim 7 --linear-num-key-heads 3 --linear-num-value-heads 3
     --linear-key-head-dim 6 --linear-value-head-dim 6 --init-method-std 0.1""",
     "experts": f"{ROPE} --num-experts 4 --moe-router-topk 2 --disable-bias-linear",

@@ -49,7 +49,12 @@ def pieces(layer: TransformerLayer) -> tuple[Callable[[Tensor], Tensor], Callabl
 
 
 @pytest.mark.flags(
-    "--norm-placement", "--parallel-residual", "--apply-residual-connection-post-layernorm", "--residual-multiplier"
+    "--norm-placement",
+    "--parallel-residual",
+    "--apply-residual-connection-post-layernorm",
+    "--residual-multiplier",
+    "--parallel-residual-shares-norm",
+    "--norm-parameters",
 )
 @pytest.mark.parametrize(
     "flags",
@@ -59,6 +64,8 @@ def pieces(layer: TransformerLayer) -> tuple[Callable[[Tensor], Tensor], Callabl
         "--norm-placement both",
         "--parallel-residual",
         "--parallel-residual --norm-placement both",
+        "--parallel-residual --parallel-residual-shares-norm --norm-parameters weight",
+        "--norm-parameters none --no-persist-layer-norm",
         "--apply-residual-connection-post-layernorm",
         "--residual-multiplier 0.5",
         "--residual-multiplier 0.5 --norm-placement both --no-bias-dropout-fusion",
@@ -73,8 +80,13 @@ def test_layer_formulas(flags: str) -> None:
     def norm(which: str, x: Tensor) -> Tensor:
         module = getattr(layer, which)
         expected = before if which in ("input_layernorm", "pre_mlp_layernorm") else after
+        if "shares" in flags and which == "pre_mlp_layernorm":
+            assert module is None
+            return norm("input_layernorm", x)
         assert (module is not None) == expected
-        return x if module is None else F.layer_norm(x, (32,), module.weight, module.bias, 1e-5)
+        parameters = [getattr(module, name, None) for name in ("weight", "bias")]
+        assert [x is not None for x in parameters] == [module and part not in flags for part in ("none", "parameters")]
+        return x if module is None else F.layer_norm(x, (32,), *parameters, 1e-5)
 
     factor = 0.5 if "multiplier" in flags else 1.0
     x = torch.randn(4, 2, 32, generator=torch.Generator().manual_seed(1), requires_grad=True)
@@ -95,6 +107,10 @@ def test_contradicting_residual_options_are_refused() -> None:
     assert "use --norm-placement input or both" in problems(f"{start} --norm-placement output")
     assert "--parallel-residual contradict" in problems(f"{start} --parallel-residual")
     assert "--norm-placement" in problems("--norm-placement after")
+    shared = "--parallel-residual --parallel-residual-shares-norm"
+    assert "use --norm-placement input" in problems(f"{shared} --norm-placement both")
+    assert "leave out --cuda-graph-modules" in problems(f"{shared} --cuda-graph-impl local --cuda-graph-modules attn")
+    assert "--norm-parameters none leaves no weight" in problems("--norm-parameters none --apply-layernorm-1p")
 
 
 def test_norms_over_all_heads_are_refused_where_they_cannot_be() -> None:
@@ -112,6 +128,26 @@ def test_multipliers_of_embedding_and_logits() -> None:
     torch.testing.assert_close(scaled.embedding(ids, positions), 3 * plain.embedding(ids, positions))
     logits = build_model("--logit-multiplier 0.25")(ids, positions)
     torch.testing.assert_close(logits, 0.25 * plain(ids, positions))
+
+
+@pytest.mark.flags("--add-output-layer-bias", "--add-embedding-norm", "--learned-position-offset", "--relu")
+def test_ends_and_activation_of_other_models() -> None:
+    ids, positions, _ = token_batch()
+    plain = build_model()
+    biased = build_model("--add-output-layer-bias")
+    with torch.no_grad():
+        biased.output_layer.bias.copy_(torch.linspace(-1, 1, len(biased.output_layer.bias)))
+        torch.testing.assert_close(biased(ids, positions), plain(ids, positions) + biased.output_layer.bias)
+        embedded = plain.embedding(ids, positions)
+        normed = build_model("--add-embedding-norm").embedding(ids, positions)
+        torch.testing.assert_close(normed, F.layer_norm(embedded, (32,)), rtol=1e-5, atol=1e-5)
+        shifted = build_model("--learned-position-offset 2").embedding
+        words, table = shifted.word_embeddings.weight[ids], shifted.position_embeddings.weight
+        assert len(table) == len(plain.embedding.position_embeddings.weight) + 2
+        torch.testing.assert_close(shifted(ids, positions), (words + table[positions + 2]).transpose(0, 1))
+        mlp = build_model("--relu").decoder.layers[0].mlp
+        inner = F.relu(mlp.linear_fc1(embedded)[0] + mlp.linear_fc1.bias)
+        torch.testing.assert_close(mlp(embedded)[0], mlp.linear_fc2(inner)[0])
 
 
 @pytest.mark.flags("--fp32-residual-connection")

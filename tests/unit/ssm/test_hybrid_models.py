@@ -45,9 +45,17 @@ def test_sizes_of_gated_delta_nets() -> None:
     assert shape(model, "self_attention.out_norm.weight") == (4,)
 
 
+@pytest.mark.flags("--short-conv-kernel-dim", "--short-conv-bias")
+def test_sizes_of_short_convolutions() -> None:
+    model = build("L-", "--short-conv-kernel-dim 5 --short-conv-bias")
+    assert shape(model, "self_attention.in_proj.weight") == (3 * 32, 32)
+    assert shape(model, "self_attention.conv1d.weight") == (32, 1, 5)
+    assert all(shape(model, f"self_attention.{name}.bias") == (32,) for name in ("conv1d", "out_proj"))
+
+
 @pytest.mark.flags("--linear-gate-rank", "--mamba-beside-attention")
 @pytest.mark.parametrize(
-    "flags", [*(f"--hybrid-layer-pattern {pattern}" for pattern in ("M", "G", "K", "MG*-K-")),
+    "flags", [*(f"--hybrid-layer-pattern {pattern}" for pattern in ("M", "G", "K", "L", "MG*-K-")),
               "--hybrid-layer-pattern K-K --linear-gate-rank 5", "--num-layers 2 --mamba-beside-attention"],
 )  # fmt: skip
 def test_all_parameters_learn_and_are_counted(flags: str) -> None:

@@ -27,7 +27,7 @@ class ArchitectureFields(ModelParallelConfig):
     """Transformer layers."""
     hybrid_layer_pattern: str | None = flag(None, kind="shape")
     """A letter for each layer of the decoder, each with one branch: * attention, + latent attention, - MLP, E experts,
-    M Mamba-2, G gated delta net, K Kimi delta attention, S short convolution, and those of a program's own kinds.
+    M Mamba-2, G gated delta net, K Kimi delta attention, L short convolution, and those of a program's own kinds.
     | stands between pipeline stages, / before the layers of each depth of multi-token prediction; --num-layers and
     --mtp-num-layers follow."""
     hybrid_override_pattern: str | None = flag(None, kind="shorthand")

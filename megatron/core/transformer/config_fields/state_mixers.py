@@ -94,9 +94,9 @@ class StateMixerFields(PositionFields):
     linear_gate_rank: int | None = flag(None, minimum=1, maximum=65536, kind="shape", needs=_needs_letter("K"))
     """Kimi delta attention makes its decay and its output's gate of vectors of so many numbers, by two matrices each
     (Kimi Linear: as many as a head has channels); by one matrix each when not given."""
-    short_conv_kernel_dim: int = flag(3, minimum=1, maximum=64, kind="shape", needs=_needs_letter("S"))
+    short_conv_kernel_dim: int = flag(3, minimum=1, maximum=64, kind="shape", needs=_needs_letter("L"))
     """Tokens that a short convolution reads (LFM 2)."""
-    short_conv_bias: bool = flag(False, kind="shape", needs=_needs_letter("S"))
+    short_conv_bias: bool = flag(False, kind="shape", needs=_needs_letter("L"))
     """Biases in a short convolution and in the two projections around it."""
     linear_conv_kernel_dim: int = flag(4, minimum=1, maximum=64, kind="shape", needs=_DELTA)
     """Tokens that the convolution of a gated delta net reads."""

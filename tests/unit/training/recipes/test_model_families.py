@@ -174,7 +174,9 @@ def test_a_config_that_does_something_else_is_refused(name: str, field: str, val
 
 
 def test_a_type_that_is_not_known_is_refused() -> None:
-    with pytest.raises(ConfigError, match="models of the type bloom are not known; the nearest name is .*; known are"):
+    with pytest.raises(ConfigError, match="models of the type blom are not known; the nearest name is .*; known are"):
+        find_family("blom")
+    with pytest.raises(ConfigError, match="of the type bloom do not convert: they have positions as a bias on scores"):
         find_family("bloom")
     with pytest.raises(ConfigError, match=r"qwen3_nxt are not known; the nearest name is qwen3_next \(Qwen3-Next\)"):
         find_family("qwen3_nxt")

@@ -47,6 +47,12 @@ FORMS = {
     "--no-bias-dropout-fusion --no-bias-gelu-fusion --apply-residual-connection-post-layernorm --squared-relu",
     "parallel residual, scaled residuals": f"{ROPE} --parallel-residual --residual-multiplier 0.7 "
     "--logit-multiplier 0.8 --rotary-interleaved --no-rope-fusion",
+    "one norm for both, with a weight alone": f"{ROPE} --parallel-residual --parallel-residual-shares-norm "
+    "--norm-parameters weight --add-output-layer-bias --add-embedding-norm --relu",
+    "norms without weights, of heads behind the rotation": f"{ROPE} {GATED} --norm-parameters none --qk-l2-norm "
+    "--qk-norm-after-rotation",
+    "latent attention, temperature": f"{ROPE} {GATED} {LATENT} --attn-temperature-layers all "
+    "--attn-temperature-floor 4 --attn-temperature-scale 0.1",
     "latent attention": f"{ROPE} {GATED} {LATENT} --q-lora-rank 13 --qk-layernorm",
     "latent attention of full queries": f"{ROPE} {GATED} {LATENT} --attention-backend unfused",
     # Feed-forward layers of experts, and what is added to the loss.
@@ -56,6 +62,8 @@ FORMS = {
     "--moe-router-enable-expert-bias --moe-router-num-groups 2 --moe-router-group-topk 1 "
     "--moe-router-topk-scaling-factor 2.5 --moe-shared-expert-intermediate-size 12 --moe-shared-expert-gate "
     "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1 --calculate-per-token-loss",
+    "experts, shares of a softmax, bias": f"{ROPE} {GATED} {EXPERTS} --moe-router-score-function softmax-share "
+    "--moe-router-enable-expert-bias --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1",
     "narrow experts with biases that drop tokens": f"{EXPERTS} --squared-relu --moe-latent-size 6 "
     "--use-fused-weighted-squared-relu --moe-expert-capacity-factor 0.9 --moe-pad-expert-input-to-capacity",
     "experts, weighted inputs": f"{ROPE} {GATED} {EXPERTS} --moe-apply-probs-on-input --moe-router-topk 1 "
