@@ -78,7 +78,8 @@ def run_mixer(kind: str, sizes: dict[str, int], is_packed: bool) -> dict[str, Te
 
     # Heads where they divide, or states, whatever is fewer bytes.
     with mock.patch.object(Pieces, "moves_heads", moves_heads):
-        output, _ = mixer(hidden, packed_seq_params=packed)
+        output, bias = mixer(hidden, packed_seq_params=packed)
+    output = output if bias is None else output + bias
     (output * take(weights)).sum().backward()
     found = {"output": output.detach(), "input": hidden.grad}
     if "sp" in sizes:

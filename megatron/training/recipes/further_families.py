@@ -181,9 +181,11 @@ def _complete_ministral3(fields: Fields) -> Fields:
 
 
 def _complete_opt(fields: Fields) -> Fields:
-    """Set aside the width of the embedding where it is that of the layers."""
-    is_same = fields["word_embed_proj_dim"] == fields["hidden_size"]
-    return fields | ({"word_embed_proj_dim": None} if is_same else {})
+    """Fill in the width of the embedding: that of the layers."""
+    width, hidden = fields["word_embed_proj_dim"], fields["hidden_size"]
+    if width not in (None, hidden):
+        raise ConfigError(f"word_embed_proj_dim is {width} in config.json; only hidden_size, {hidden}, is known")
+    return fields | {"word_embed_proj_dim": hidden}
 
 
 _OPT = "model.decoder.layers.{layer}."
@@ -215,7 +217,7 @@ FURTHER: tuple[Family, ...] = (
         # Norms have the default epsilon.
         "OPT", "opt", "OPTForCausalLM",
         flags="--relu --learned-position-offset 2",
-        sizes=build_sizes(intermediate_size="ffn_dim"),
+        sizes=(*build_sizes(intermediate_size="ffn_dim"), Setting("word_embed_proj_dim", "--hidden-size")),
         settings=(
             UNTIED, Setting("enable_bias", "--disable-bias-linear", "inverted switch", default=True),
             Setting("layer_norm_elementwise_affine", "--norm-parameters", "inverted switch", default=True, word="none"),

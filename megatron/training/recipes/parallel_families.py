@@ -48,7 +48,7 @@ _DEFAULTS: Mapping[str, Fields] = {
     | {"layer_norm_eps": 1e-5, "use_qkv_bias": False, "qk_layernorm": False, "use_parallel_residual": False},
     "cohere": _COHERE | {"use_qk_norm": False},
     "cohere2": _COHERE2,
-    "cohere2_moe": _COHERE2
+    "cohere2_moe": without(_COHERE2, "rope_parameters")
     | {
         "head_dim": 128, "rope_theta": 10000.0, "rope_scaling": None, "num_experts_per_tok": 2, "num_experts": 8,
         "num_shared_experts": 0, "shared_expert_combination_strategy": "average", "expert_selection_fn": "softmax",

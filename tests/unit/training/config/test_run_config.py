@@ -113,7 +113,7 @@ _EFFECTIVE = (
     "--position-embedding-type"
 )
 BASES = ("", f"{_EFFECTIVE} rope --use-rope-scaling",
-         f"{_EFFECTIVE} yarn --yarn-original-max-position-embeddings 32", "--use-mup",
+         f"{_EFFECTIVE} yarn --yarn-original-max-position-embeddings 32", "--use-mup --parallel-residual",
          "--multi-latent-attention --position-embedding-type rope",
          "--position-embedding-type rope --num-layers 2 --no-rope-freq 2 --attn-temperature-scale 0.1 --qk-l2-norm",
          "--num-experts 4 --swiglu --ffn-hidden-size 64 --moe-shared-expert-intermediate-size 64",
@@ -122,7 +122,7 @@ BASES = ("", f"{_EFFECTIVE} rope --use-rope-scaling",
          "--mamba-beside-attention --mamba-num-groups 2 --mamba-num-heads 4 --mamba-head-dim 8",
          "--num-layers 2 --linear-attention-freq 2 --experimental-attention-variant gdn --apply-layernorm-1p "
          "--normalization RMSNorm",
-         "--num-layers 2 --hybrid-layer-pattern MK --mamba-num-groups 2 --mamba-num-heads 4 "
+         "--num-layers 3 --hybrid-layer-pattern MKL --mamba-num-groups 2 --mamba-num-heads 4 "
          "--mamba-head-dim 8 --linear-num-key-heads 4 --linear-num-value-heads 4 --linear-key-head-dim 8 "
          "--linear-value-head-dim 8")  # fmt: skip
 

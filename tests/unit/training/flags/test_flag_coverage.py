@@ -39,6 +39,7 @@ OTHER_DEFAULTS = {
 FURTHER_CHOICES = {
     **dict.fromkeys(("--ckpt-format", "--ckpt-convert-format"), {"upstream_torch_dist"}),
     "--transformer-impl": {"auto"},
+    "--moe-router-score-function": {"softmax-share"},
 }
 # Upstream has a switch for either direction, or a negative name, and with it another default.
 ASKED_TWICE = {"no_persist_layer_norm", "yarn_correction_range_round_to_int"}

@@ -49,8 +49,8 @@ FORMS = {
     "--logit-multiplier 0.8 --rotary-interleaved --no-rope-fusion",
     "one norm for both, with a weight alone": f"{ROPE} --parallel-residual --parallel-residual-shares-norm "
     "--norm-parameters weight --add-output-layer-bias --add-embedding-norm --relu",
-    "norms without weights, of heads behind the rotation": f"{ROPE} {GATED} --norm-parameters none --qk-l2-norm "
-    "--qk-norm-after-rotation",
+    "norms without weights, of heads behind the rotation": f"{ROPE} {GATED} --num-layers 2 --qk-l2-norm "
+    "--norm-parameters none --qk-norm-after-rotation",
     "latent attention, temperature": f"{ROPE} {GATED} {LATENT} --attn-temperature-layers all "
     "--attn-temperature-floor 4 --attn-temperature-scale 0.1",
     "latent attention": f"{ROPE} {GATED} {LATENT} --q-lora-rank 13 --qk-layernorm",
