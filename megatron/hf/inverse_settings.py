@@ -91,9 +91,7 @@ def _invert(setting: Setting, config: RunConfig, fields: dict[str, Any]) -> bool
         case "rotated share":
             value = model.qk_pos_emb_head_dim / (model.qk_pos_emb_head_dim + model.qk_head_dim)
         case "average":
-            if value not in (0.5, 1.0):
-                return False
-            value = "average" if value == 0.5 else "sum"
+            value = {0.5: "average", 1.0: "sum"}.get(value)
         case "expert span":
             return _invert_span(setting, [layer.has("experts") for layer in layers], fields)
         case "one norm":
@@ -113,10 +111,8 @@ def _invert(setting: Setting, config: RunConfig, fields: dict[str, Any]) -> bool
             value = [index for index, layer in enumerate(layers) if layer.has("experts")]
             if setting.word is not None:
                 value = [setting.word if layer.has("experts") else "dense" for layer in layers]
-        case "inverse root":
-            value = None if value is None else _invert_power(value, -2)
-        case "inverse":
-            value = None if value is None else _invert_power(value, -1)
+        case "inverse root" | "inverse":
+            value = None if value is None else _invert_power(value, -2 if setting.form == "inverse root" else -1)
         case "bounds":
             highest = _read(setting.word or "", config)
             value = [value, ENDLESS if highest is None else highest]

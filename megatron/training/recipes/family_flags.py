@@ -434,6 +434,24 @@ def _build_flag(family: Family, config: Mapping[str, Any], setting: Setting) -> 
             if value != setting.word:
                 raise _refuse(family, setting.theirs, value, f"only {setting.default!r} and {setting.word!r} are known")
             return [f"{setting.flag} {value}"]
+        case "rotated share" | "average" | "expert span" | "one norm" | "word":
+            return _build_rare_flag(family, config, setting, value)
+        case "expansion":
+            heads, width = (_find(family, config, name) for name in MAMBA_HEADS)
+            if value * (1 if setting.word == "channels" else config["hidden_size"]) != heads * width:
+                raise _refuse(family, setting.theirs, value, f"{heads} heads of {width} channels are no such multiple")
+            return []
+        # The last forms only change the value; it is written below, like a number.
+        case "inverse" | "inverse root" if value == 0:
+            raise _refuse(family, setting.theirs, value, "it must be a number above 0")
+        case "inverse" | "root" | "inverse root":
+            value **= {"inverse": -1, "root": 0.5, "inverse root": -0.5}[setting.form]
+    return [f"{setting.flag} {describe_number(value)}"]
+
+
+def _build_rare_flag(family: Family, config: Mapping[str, Any], setting: Setting, value: Any) -> list[str]:
+    """The flag of a form that few families have."""
+    match setting.form:
         case "rotated share":
             turned, plain = config["qk_rope_head_dim"], config["qk_nope_head_dim"]
             if value != turned / (turned + plain):
@@ -455,17 +473,7 @@ def _build_flag(family: Family, config: Mapping[str, Any], setting: Setting) -> 
             if value not in (1, 2):
                 raise _refuse(family, setting.theirs, value, "only 1 and 2 are known")
             return [setting.flag] if value == 1 else []
-        case "expansion":
-            heads, width = (_find(family, config, name) for name in MAMBA_HEADS)
-            if value * (1 if setting.word == "channels" else config["hidden_size"]) != heads * width:
-                raise _refuse(family, setting.theirs, value, f"{heads} heads of {width} channels are no such multiple")
-            return []
-        # The last forms only change the value; it is written below, like a number.
-        case "inverse" | "inverse root" if value == 0:
-            raise _refuse(family, setting.theirs, value, "it must be a number above 0")
-        case "inverse" | "root" | "inverse root":
-            value **= {"inverse": -1, "root": 0.5, "inverse root": -0.5}[setting.form]
-    return [f"{setting.flag} {describe_number(value)}"]
+    raise AssertionError(f"{setting.form} is no rare form")
 
 
 def _build_multipliers(family: Family, setting: Setting, value: Sequence[float]) -> list[str]:
