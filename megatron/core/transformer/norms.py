@@ -53,7 +53,8 @@ def uses_fused_norm(config: TransformerConfig) -> bool:
 def has_norm_kernel(config: TransformerConfig) -> bool:
     """Return whether a kernel of ours normalises the residual stream where kernels run."""
     assert config.hidden_size is not None
-    return uses_fused_norm(config) and config.hidden_size <= _WIDEST
+    has_all = config.norm_parameters == "all" or (config.norm_parameters, config.normalization) == ("weight", "RMSNorm")
+    return uses_fused_norm(config) and config.hidden_size <= _WIDEST and has_all
 
 
 class Norm(MegatronModule, ABC):

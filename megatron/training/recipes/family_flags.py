@@ -434,13 +434,8 @@ def _build_flag(family: Family, config: Mapping[str, Any], setting: Setting) -> 
             if value != setting.word:
                 raise _refuse(family, setting.theirs, value, f"only {setting.default!r} and {setting.word!r} are known")
             return [f"{setting.flag} {value}"]
-        case "rotated share" | "average" | "expert span" | "one norm" | "word":
+        case "rotated share" | "average" | "expert span" | "one norm" | "expansion":
             return _build_rare_flag(family, config, setting, value)
-        case "expansion":
-            heads, width = (_find(family, config, name) for name in MAMBA_HEADS)
-            if value * (1 if setting.word == "channels" else config["hidden_size"]) != heads * width:
-                raise _refuse(family, setting.theirs, value, f"{heads} heads of {width} channels are no such multiple")
-            return []
         # The last forms only change the value; it is written below, like a number.
         case "inverse" | "inverse root" if value == 0:
             raise _refuse(family, setting.theirs, value, "it must be a number above 0")
@@ -473,6 +468,11 @@ def _build_rare_flag(family: Family, config: Mapping[str, Any], setting: Setting
             if value not in (1, 2):
                 raise _refuse(family, setting.theirs, value, "only 1 and 2 are known")
             return [setting.flag] if value == 1 else []
+        case "expansion":
+            heads, width = (_find(family, config, name) for name in MAMBA_HEADS)
+            if value * (1 if setting.word == "channels" else config["hidden_size"]) != heads * width:
+                raise _refuse(family, setting.theirs, value, f"{heads} heads of {width} channels are no such multiple")
+            return []
     raise AssertionError(f"{setting.form} is no rare form")
 
 
