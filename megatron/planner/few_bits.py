@@ -90,7 +90,7 @@ def _list_products(model: TransformerConfig, branch: Branch, tokens: Tokens) -> 
         heads, groups = model.num_attention_heads, branch.options.query_groups or model.num_query_groups
         yield _Product(hidden, (heads + 2 * max(groups, ranks)) * model.query_width / ranks, tokens.all)
         yield _Product(heads * model.value_width / ranks, hidden, tokens.all)
-    elif branch.kind == "latent_attention":
+    elif branch.kind in ("latent_attention", "sparse_attention"):
         of_rank, to_keys = model.num_attention_heads / ranks, model.qk_head_dim + model.v_head_dim
         yield _Product(model.q_lora_rank or hidden, of_rank * model.query_width, tokens.all)
         yield _Product(model.kv_lora_rank, of_rank * to_keys, tokens.all)

@@ -92,6 +92,16 @@ OPTIONS = {
         --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 5 --qk-layernorm --latent-norm-epsilon 1e-3
         --linear-num-key-heads 4 --linear-num-value-heads 4 --linear-key-head-dim 6 --linear-value-head-dim 6
         --linear-gate-rank 5 --linear-allow-neg-eigval --output-norm-freq [0,1,0,1]""",
+    # Keys chosen by every second layer, and its loss, in both forms of letters and flags.
+    "sparse": """--multi-latent-attention --experimental-attention-variant dsa --q-lora-rank 13 --kv-lora-rank 11
+        --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 5 --qk-layernorm --position-embedding-type rope
+        --rotary-scaling-factor 4 --normalization RMSNorm --swiglu --ffn-hidden-size 48 --disable-bias-linear
+        --untie-embeddings-and-output-weights --dsa-indexer-n-heads 3 --dsa-indexer-head-dim 8 --dsa-indexer-topk 5
+        --dsa-indexer-topk-freq 2 --dsa-indexer-loss-coeff 0.5 --dsa-indexer-use-sparse-loss""",
+    "chosen": """--hybrid-layer-pattern D-DE --position-embedding-type rope --normalization RMSNorm --swiglu
+        --ffn-hidden-size 48 --disable-bias-linear --untie-embeddings-and-output-weights --kv-lora-rank 11
+        --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 5 --num-experts 4 --moe-ffn-hidden-size 24
+        --dsa-indexer-n-heads 3 --dsa-indexer-head-dim 8 --dsa-indexer-topk 3 --dsa-indexer-loss-coeff 0.5""",
     # Layers of different shapes: none or a matrix in place of attention and of the MLP; other widths.
     "shapes": """--position-embedding-type rope --normalization RMSNorm --swiglu --ffn-hidden-size 48
         --group-query-attention --num-query-groups 2 --heterogeneous-layers-config-encoded-json """

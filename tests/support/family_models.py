@@ -90,6 +90,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
                   "routed_scaling_factor": 1.5, "rope_parameters": MSCALE} | EAGER,
     ),
     "DeepSeek V3, plainly": ("DeepseekV3", LATENT | EAGER | {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
+    "DeepSeek V3.2": ("DeepseekV32", BASES["deepseek_v32"] | {"rope_parameters": MSCALE} | EAGER),
+    "GLM 5": ("GlmMoeDsa", BASES["glm_moe_dsa"] | EAGER),
     "gpt-oss": (
         "GptOss", {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 12, "sliding_window": 6} | EAGER,
     ),

@@ -35,6 +35,7 @@ _LATENT = {
     "num_experts_per_tok": 4, "q_lora_rank": 20,
 }  # fmt: skip
 _LATENT_ONLY = {name: value for name, value in _LATENT.items() if name != "first_k_dense_replace"}
+_INDEXER = {"index_n_heads": 3, "index_head_dim": 8, "index_topk": 5, "mlp_layer_types": ["dense"] + ["sparse"] * 3}
 _GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 16, "sliding_window": 6, "tie_word_embeddings": True}
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 # Norms of heads make much of what nearly cancelled, in transformers too; a larger epsilon keeps the last digits.
@@ -56,6 +57,8 @@ BASES: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 3, "num_key_value_heads": 4},
     "deepseek_v2": _LATENT | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
     "deepseek_v3": _LATENT | {"n_group": 4, "topk_group": 2},
+    "deepseek_v32": _LATENT_ONLY | _INDEXER | {"n_group": 4, "topk_group": 2},
+    "glm_moe_dsa": _LATENT_ONLY | _INDEXER | {"indexer_types": ["full", "full", "shared", "shared"]},
     "glm4_moe": {
         "n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2,
         "head_dim": 8,

@@ -301,7 +301,7 @@ def list_kept(layer: LayerPlan | None, *, fused: bool, renames_norms: bool) -> l
     """
     if layer is None:
         return []
-    is_latent = layer.has("latent_attention")
+    is_latent = layer.has("latent_attention") or layer.has("sparse_attention")
     # Norms of latent vectors have the names of other attention's norms of queries and keys, which stay.
     latent = [] if fused and is_latent else [ours for _, ours in _LATENT_BEGINNINGS]
     if not fused:

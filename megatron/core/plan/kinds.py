@@ -5,7 +5,7 @@
 |------------------|--------|----------------|-----------------------------------------------------|
 | attention        | *      | self_attention | attention with packed heads                         |
 | latent_attention | +      | self_attention | attention whose keys and values are latent vectors  |
-| sparse_attention | D      | self_attention | latent attention to chosen tokens; cannot be built  |
+| sparse_attention | D      | self_attention | latent attention to tokens that an indexer chooses  |
 | mlp              | -      | mlp            | two products around an activation                   |
 | experts          | E      | mlp            | a router and many MLPs of which few work on a token |
 | mamba            | M      | mixer          | Mamba-2 (state_kinds.py, as the two below)          |
@@ -96,6 +96,28 @@ def _count_scores(config: Config, branch: Branch, seq_length: int) -> int:
     return per_pair * _count_seen_twice(branch, seq_length) // 2
 
 
+def _count_sparse_attention(config: Config, branch: Branch) -> Counts:
+    counts = _count_latent_attention(config, branch)
+    if branch.options.chooser is not None:
+        return counts
+    heads, width = config.dsa_indexer_n_heads or 0, config.dsa_indexer_head_dim or 0
+    matrices = (config.q_lora_rank or config.hidden_size) * heads * width + config.hidden_size * (width + heads)
+    return counts._replace(
+        projections=counts.projections + matrices, replicated=counts.replicated + matrices + 2 * width
+    )
+
+
+def _count_chosen_scores(config: Config, branch: Branch, seq_length: int) -> int:
+    """The indexer's products with all keys before a query, where they are more than it chooses, and attention to those
+    chosen."""
+    per_pair: int = config.num_attention_heads * (config.query_width + config.value_width)
+    count = min(config.dsa_indexer_topk or seq_length, seq_length)
+    seen_twice = 2 * count - count**2 // seq_length
+    indexed = 0 if branch.options.chooser is not None or count == seq_length else seq_length
+    heads, width = config.dsa_indexer_n_heads or 0, config.dsa_indexer_head_dim or 0
+    return (per_pair * seen_twice + heads * (width + 1) * indexed) // 2
+
+
 def _count_seen_twice(branch: Branch, seq_length: int) -> int:
     """Twice the tokens that an average one sees: half of the full square of a causal sequence, of each of its chunks,
     or of what a window leaves of it."""
@@ -143,6 +165,16 @@ def _keep_latent_attention(config: Config, branch: Branch, tokens: Tokens) -> It
     if fills_up and queries != values:
         yield Kept("the kernel's own output", per_channel * filled, place="core_attn")
     yield from _keep_output(config, tokens)
+
+
+def _keep_sparse_attention(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:
+    yield from _keep_latent_attention(config, branch, tokens)
+    if branch.options.chooser is None:
+        yield Kept("chosen keys", tokens.all * (config.dsa_indexer_topk or 0) * 4)
+    if config.dsa_indexer_loss_coeff and branch.options.chooser is None:
+        heads, width = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
+        indexer = heads * width + width  # TODO
+        yield Kept("gradients of the indexer's vectors", tokens.all * indexer * count_bytes(config))
 
 
 def _goes_round(config: Config, branch: Branch) -> bool:
@@ -277,9 +309,8 @@ _KINDS: dict[str, BranchKind] = {
             "per token", beside=_take_for_ring,
         ),
         BranchKind(
-            "sparse_attention", "D", "self_attention", _count_latent_attention, _keep_latent_attention, _count_scores,
-            "per token", missing="sparse attention (DeepSeek-V3.2) does not exist here yet; write + for latent "
-            "attention to all tokens",
+            "sparse_attention", "D", "self_attention", _count_sparse_attention, _keep_sparse_attention,
+            _count_chosen_scores, "per token",
         ),
         BranchKind(
             "parallel", "", "self_attention", _count_parallel, _keep_parallel, _work_in_parallel, "per token",

@@ -34,6 +34,8 @@ class BranchOptions(NamedTuple):
     """Inner width of an MLP; the model's when None."""
     multiplier: float = 1.0
     """Factor on the branch's output, beside the model's."""
+    chooser: int | None = None
+    """Of sparse attention the layer whose choice of keys it takes; None for its own."""
     context_exchange: str = "p2p"
     """Exchange of keys and values among context-parallel ranks, as in --cp-comm-type."""
 

@@ -61,6 +61,8 @@ class PlanSettings(NamedTuple):
     hidden_size: int
     num_attention_heads: int
     mlp_output_multiplier: float
+    dsa_indexer_topk_freq: int
+    dsa_indexer_skip_topk_offset: int
 
     @classmethod
     def read(cls, config: Any) -> PlanSettings:
@@ -91,6 +93,11 @@ class PlanSettings(NamedTuple):
         full = self.window_attn_skip_freq
         # Every n-th layer is full; a list, the other way round, has 1 for a window and 0 for a full layer.
         return full is not None and _is_nth(full, place, place) == isinstance(full, int)
+
+    def find_chooser(self, number: int) -> int | None:
+        """Find the layer whose choice of keys layer `number`, counted from 1, takes; None for its own."""
+        behind = max(number - max(self.dsa_indexer_skip_topk_offset, 1), 0) % max(1, self.dsa_indexer_topk_freq)
+        return number - behind if behind and number <= self.num_layers else None
 
     def has_experts(self, number: int) -> bool:
         """Return True if layer `number`, counted from 1, has a mixture of experts in place of a dense MLP."""

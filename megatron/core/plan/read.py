@@ -31,6 +31,7 @@ def _build(settings: PlanSettings) -> ModelPlan:
     layers, depths = settings.num_layers or 0, settings.mtp_num_layers or 0
     with_weights = min(depths, 1) if settings.mtp_use_repeated_layer else depths
     attention = "latent_attention" if settings.multi_latent_attention else "attention"
+    attention = "sparse_attention" if settings.experimental_attention_variant == "dsa" else attention
     attention = "parallel" if settings.mamba_beside_attention else attention
     linear = _GATED_DELTA_NETS.get(settings.experimental_attention_variant or "", attention)
 
@@ -111,7 +112,8 @@ def _build_from_letters(settings: PlanSettings, pattern: str) -> ModelPlan:
     kinds["G"] = _GATED_DELTA_NETS.get(settings.experimental_attention_variant or "gdn", kinds["G"])
 
     def plan(letter: str, number: int, name: str, place: int) -> LayerPlan:
-        return LayerPlan(number, name, (_branch(settings, kinds[letter], place),))
+        branch = _branch(settings, kinds[letter], place, is_prediction=number > count)
+        return LayerPlan(number, name, (branch,))
 
     return ModelPlan(
         tuple(
@@ -132,8 +134,10 @@ def _build_from_letters(settings: PlanSettings, pattern: str) -> ModelPlan:
     )
 
 
-def _branch(settings: PlanSettings, kind: str, number: int) -> Branch:
+def _branch(settings: PlanSettings, kind: str, number: int, *, is_prediction: bool = False) -> Branch:
     options = settings.read_options(number)
+    if kind == "sparse_attention" and not is_prediction:
+        options = options._replace(chooser=settings.find_chooser(number))
     if kind in ("mlp", "experts", "linear_for_mlp"):
         options = options._replace(multiplier=settings.mlp_output_multiplier)
         if settings.parallel_residual_shares_norm:

@@ -221,11 +221,13 @@ class Attention(MegatronModule):
         queries = layout.cut(query, [rows for rows, _ in held])
         return layout.join([self._attend(q, k, v, inputs) for q, (_, (k, v)) in zip(queries, held, strict=True)])
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, layer_inputs: LayerInputs) -> Tensor:
-        """The core, of which selective recomputation keeps only the inputs: [s, b, n * dv]."""
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, layer_inputs: LayerInputs, chosen: Tensor | None = None
+    ) -> Tensor:
+        """The core, of which selective recomputation keeps only the inputs: [s, b, n * dv]. chosen: see Visible."""
         # The module's mask type, no bias. Of upstream's arguments only, where they will do: a core may be a user's own.
         mask, _, _, packed_seq_params = layer_inputs
-        inputs = (query, key, value, mask, None, None, packed_seq_params)
+        inputs = (query, key, value, mask, None, None, packed_seq_params, *(() if chosen is None else (chosen,)))
         # Scores and probabilities grow with s * t, their inputs with s + t: the core gives back the most memory.
         with offload("core_attn", only=(query, key, value)) if self.offload is offload else nullcontext():
             context: Tensor = (

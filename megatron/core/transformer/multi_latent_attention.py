@@ -231,19 +231,29 @@ class MLASelfAttention(Attention):
 
     def _attend_with_cache(self, hidden_states: Tensor, inputs: LayerInputs, cache: InferenceContext) -> Tensor:
         """New tokens [s, b, h] -> [s, b, n * dv], over them and what the cache holds of those before."""
-        query_latent, latent, positions = self._make_latents(hidden_states)
-        query = self._make_queries(query_latent, inputs.rotation)
-        if self.config.sequence_parallel:
-            latent = gather_from_sequence_parallel_region(latent, group=self.groups.tp)
-        # Rotated before they are kept: their positions do not change any more.
-        if inputs.rotation is not None:
-            plain = self.config.qk_head_dim
-            query = torch.cat((query[..., :plain], apply_rotary(query[..., plain:], inputs.rotation)), dim=-1)
-            positions = apply_rotary(positions, inputs.rotation)
+        query, _, latent, positions = self._make_new(hidden_states, inputs)
         held = cache.update(self.layer_number, latent, positions)
         queries = cache.layout.cut(query, [rows for rows, _ in held])
         pairs = zip(queries, held, strict=True)
         return cache.layout.join([self._attend_to_latents(q, c, p, inputs) for q, (_, (c, p)) in pairs])
+
+    def _make_new(self, hidden_states: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of new tokens [s, b, h] the queries [s, b, n, d + p], what these are made of, and what a cache holds of them:
+        latent vectors [s, b, rk] and key channels [s, b, 1, p]."""
+        query_latent, latent, positions = self._make_latents(hidden_states)
+        if self.config.sequence_parallel:
+            latent = gather_from_sequence_parallel_region(latent, group=self.groups.tp)
+        # Rotated before they are kept: their positions do not change any more.
+        query, positions = self._rotate(self._make_queries(query_latent, inputs.rotation), positions, inputs.rotation)
+        return query, query_latent, latent, positions
+
+    def _rotate(self, query: Tensor, positions: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
+        """query [s, b, n, d + p] and key channels [s, b, 1, p], both rotated where there is a rotation."""
+        if rotation is None:
+            return query, positions
+        plain = self.config.qk_head_dim
+        rotated = torch.cat((query[..., :plain], apply_rotary(query[..., plain:], rotation)), dim=-1)
+        return rotated, apply_rotary(positions, rotation)
 
     def _attend_to_latents(self, query: Tensor, latent: Tensor, positions: Tensor, inputs: LayerInputs) -> Tensor:
         """query [s, b, n, d + p], latent [t, b, rk], positions [t, b, 1, p], all rotated -> [s, b, n * dv]."""
@@ -264,14 +274,21 @@ class MLASelfAttention(Attention):
     def _attend_absorbed(self, query: Tensor, latent: Tensor, positions: Tensor, inputs: LayerInputs) -> Tensor:
         """query [s, b, n, d + p], latent [t, b, rk], positions [t, b, 1, p] -> [s, b, n * dv]: attention of n heads to
         one key-value head, the latent vectors themselves."""
+        value = latent.unsqueeze(2)  # [t, b, 1, rk]
+        key = torch.cat((value, positions), dim=-1)
+        return self._make_values(self._attend_to_one_head(self._absorb(query), key, value, inputs))
+
+    def _absorb(self, query: Tensor) -> Tensor:
+        """query [s, b, n, d + p] -> [s, b, n, rk + p], to be multiplied with latent vectors in place of keys."""
         plain = self.config.qk_head_dim
         weight = self.linear_kv_up_proj.weight.unflatten(0, (query.shape[2], -1))  # [n, d + dv, rk]
         in_latents = torch.einsum("sbnd,ndr->sbnr", query[..., :plain], weight[:, :plain])
-        wide_query = torch.cat((in_latents, query[..., plain:]), dim=-1)  # [s, b, n, rk + p]
-        value = latent.unsqueeze(2)  # [t, b, 1, rk]
-        key = torch.cat((value, positions), dim=-1)
-        context = self._attend_to_one_head(wide_query, key, value, inputs)
-        return torch.einsum("sbnr,nvr->sbnv", context, weight[:, plain:]).flatten(2)
+        return torch.cat((in_latents, query[..., plain:]), dim=-1)
+
+    def _make_values(self, context: Tensor) -> Tensor:
+        """Weighted sums of latent vectors [s, b, n, rk] -> of values, [s, b, n * dv]."""
+        weight = self.linear_kv_up_proj.weight.unflatten(0, (context.shape[2], -1))
+        return torch.einsum("sbnr,nvr->sbnv", context, weight[:, self.config.qk_head_dim :]).flatten(2)
 
     def _attend_to_one_head(self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs) -> Tensor:
         """query [s, b, n, rk + p], key [t, b, 1, rk + p], value [t, b, 1, rk] -> [s, b, n, rk]."""

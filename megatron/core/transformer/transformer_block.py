@@ -25,6 +25,7 @@ from megatron.core.transformer.execution.execution import Execution
 from megatron.core.transformer.layer_inputs import LayerInputs, StageInputs, read_stage_inputs
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.norms import build_norm
+from megatron.core.transformer.sparse_attention import link_choosers
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -90,6 +91,7 @@ class TransformerBlock(MegatronModule):
             build_module(of_layer, config=config, layer_number=layer.number, pg_collection=groups)
             for of_layer, layer in zip(specs, layers, strict=True)
         )
+        link_choosers(self.layers)
         # Of the first layer, so that a kind of layer may have its own; a layer of a user's own may have none.
         first = self.layers[0] if layers else None
         self.execution = first.execution if isinstance(first, TransformerLayer) else Execution(config)

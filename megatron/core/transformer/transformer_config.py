@@ -23,11 +23,13 @@ from megatron.core.transformer.config_fields.pipeline import PipelineFields
 from megatron.core.transformer.config_fields.positions import compute_yarn_magnitude
 from megatron.core.transformer.config_fields.precision import LAST_BLOCK, MULTIPLES, PrecisionFields
 from megatron.core.transformer.config_fields.program_fields import ProgramFields
+from megatron.core.transformer.config_fields.sparse_attention import SparseAttentionFields
 from megatron.core.transformer.config_fields.state_mixers import StateMixerFields
 
 
 @dataclass(kw_only=True)
 class TransformerConfig(
+    SparseAttentionFields,
     CudaGraphFields,
     PipelineFields,
     MoEFields,

@@ -30,6 +30,7 @@ from megatron.training.hooks.measures import (
     AttentionLogitsHook,
     BalanceHook,
     ExpertsHook,
+    IndexerHook,
     LayerNormsHook,
     MemoryHook,
     PredictionHook,
@@ -51,7 +52,7 @@ from megatron.training.run import Hook, HookContext
 
 HOOKS: tuple[type[Hook], ...] = (
     # Phase.MEASURE; values appear in the log in this order
-    StepHook, PredictionHook,
+    StepHook, PredictionHook, IndexerHook,
     ZerosHook, ExpertsHook, AttentionLogitsHook, FP8Hook, TrafficHook, BalanceHook, LayerNormsHook, EnergyHook,
     TimingHook, MemoryHook, PipelineClockHook, NamedRangesHook, ProfilerHook, MemoryHistoryHook, HangWatchHook,
     StragglerHook, TimesHook,

@@ -21,6 +21,7 @@ from megatron.core.ssm.state_norms import StateNorm, compute_state_norms, list_s
 from megatron.core.traffic import Traffic
 from megatron.core.transformer.moe.router import LOSS_NAMES, TopKRouter, read_loss_coefficients
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLoss
+from megatron.core.transformer.sparse_attention import SparseCore
 from megatron.planner.throughput import build_yardstick
 from megatron.training.config.container import RunConfig
 from megatron.training.data.planned_batches import StepPlan
@@ -239,6 +240,31 @@ class PredictionHook(Hook):
         all_reduce(sums, run.groups.world)
         means = sums[:, 0] / sums[:, 1].clamp(min=1)
         run.metrics.record_losses({f"mtp_{depth} loss": mean for depth, mean in enumerate(means.unbind(), start=1)})
+
+
+class IndexerHook(Hook):
+    """Sparse attention: `indexer loss`, the mean over layers, microbatches and replicas. Every rank takes part."""
+
+    phase = Phase.MEASURE
+    is_collective = True
+
+    @classmethod
+    def build(cls, config: RunConfig, context: HookContext) -> IndexerHook | None:
+        """Return the hook for --dsa-indexer-loss-coeff; None where it is not asked for."""
+        return cls() if config.model.dsa_indexer_loss_coeff and config.model.has_kind("sparse_attention") else None
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        """Record the loss of the step, with its coefficient, over all layers of the model."""
+        model, total = run.config.model, torch.zeros((), dtype=torch.float64, device=run.device)
+        for part in (part for chunk in run.model for part in chunk.module.modules()):
+            taken = part.take_loss() if isinstance(part, SparseCore) else None
+            if taken is not None:
+                total += taken
+        # Tensor-parallel ranks have equal sums; context-parallel ones the parts of their tokens.
+        all_reduce(total, run.groups.world)
+        microbatches = result.samples / run.batch_size.micro_batch_size
+        mean = total / (run.groups.tp.size() * microbatches * model.num_layers)
+        run.metrics.record("indexer loss", mean, reduce="last", text="indexer loss: {:.6E}".format)
 
 
 def list_routers(run: Run) -> Iterator[TopKRouter]:

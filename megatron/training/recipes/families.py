@@ -93,6 +93,7 @@ from megatron.training.recipes.further_families import FURTHER
 from megatron.training.recipes.hybrid_families import HYBRIDS
 from megatron.training.recipes.missing_families import MISSING
 from megatron.training.recipes.parallel_families import PARALLEL_FAMILIES
+from megatron.training.recipes.sparse_families import SPARSE_FAMILIES
 
 FAMILIES: tuple[Family, ...] = (
     build_family(
@@ -271,6 +272,7 @@ FAMILIES: tuple[Family, ...] = (
     *HYBRIDS,
     *DELTA_FAMILIES,
     *CONVOLUTION_FAMILIES,
+    *SPARSE_FAMILIES,
 )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.moe.route_log import RouteLog
 from megatron.core.transformer.moe.router import LOSS_NAMES, TopKRouter, read_loss_coefficients
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLoss
+from megatron.core.transformer.sparse_attention import SparseCore
 from megatron.training.run import Run
 
 
@@ -50,6 +51,7 @@ class LossFunction:
         self._held: list[Tensor] | None = None
         modules = [module for chunk in run.model for module in chunk.modules()]
         self.routers = [module for module in modules if isinstance(module, TopKRouter)]
+        self._indexers = [module for module in modules if isinstance(module, SparseCore)]
         self._further = [module for module in modules if isinstance(module, MultiTokenPredictionLoss)]
 
     def rewind(self) -> None:
@@ -88,16 +90,19 @@ class LossFunction:
         tokens = more[0].item() if len(more) == 2 else 1.0
         main = loss.item() / (1.0 if per_token or len(more) == 1 else max(tokens, 1.0))
         # The tokens of the microbatch, those included that do not count in the main loss.
-        routed = self.routers[0].route_log.experts[-1].shape[0] if self.routers else 0  # type: ignore[union-attr]
-        return main + sum(self._list_further(routed if per_token else 1, per_token)), tokens
+        weight = batch["tokens"].numel() if per_token else 1
+        return main + sum(self._list_further(weight, per_token)), tokens
 
-    def _list_further(self, routed: int, per_token: bool) -> Iterator[float]:
-        """Add up a microbatch's losses beside its main one: balancing losses of routers, losses of further tokens."""
+    def _list_further(self, weight: int, per_token: bool) -> Iterator[float]:
+        """Add up a microbatch's losses beside its main one: those of routers and indexers, which are means, times
+        `weight`, and those of further tokens."""
         model = self.run.config.model
+        for core in self._indexers:
+            yield weight * float(core.take_loss() or 0.0)
         for router in self.routers:
             taken = router.take_losses()
             for kind, coefficient in read_loss_coefficients(model).items():
-                yield coefficient * routed * float(taken.get(LOSS_NAMES[kind], 0.0))
+                yield coefficient * weight * float(taken.get(LOSS_NAMES[kind], 0.0))
         for further in self._further:
             sums = further.take_sums()
             for loss_sum, tokens in () if sums is None else sums.tolist():

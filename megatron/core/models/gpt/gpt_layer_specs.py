@@ -39,6 +39,7 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.own_stage import find_own_stage
 from megatron.core.transformer.replacement_linear import ReplacementLinear
+from megatron.core.transformer.sparse_attention import SparseCore, SparseSelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -104,6 +105,13 @@ def get_latent_attention_spec() -> ModuleSpec:
     )
 
 
+def get_sparse_attention_spec() -> ModuleSpec:
+    """Return the spec of latent attention to keys that an indexer chooses."""
+    latent = get_latent_attention_spec()
+    parts = dataclasses.replace(latent.submodules, core_attention=SparseCore)
+    return dataclasses.replace(latent, module=SparseSelfAttention, submodules=parts)
+
+
 def get_parallel_mixers_spec() -> ModuleSpec:
     """Return the spec of attention and Mamba-2 side by side."""
     mixers = ParallelMixersSubmodules(get_self_attention_spec(), get_state_mixer_spec(MambaMixer))
@@ -125,6 +133,7 @@ def get_gpt_layer_spec(*, multi_latent_attention: bool = False, names: WeightNam
             moe=get_moe_module_spec(),
             other_kinds={name: get_state_mixer_spec(mixer) for name, mixer in STATE_MIXERS.items()}
             | {"parallel": get_parallel_mixers_spec(), "short_convolution": get_short_convolution_spec()}
+            | {"sparse_attention": get_sparse_attention_spec()}
             | dict.fromkeys(("linear_for_attention", "linear_for_mlp"), ReplacementLinear),
             weight_names=names,
         ),

@@ -17,6 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_mlp_module_spec,
     get_moe_module_spec,
     get_self_attention_spec,
+    get_sparse_attention_spec,
 )
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
@@ -48,6 +49,7 @@ def get_hybrid_stack_spec(names: WeightNames = "own") -> ModuleSpec:
             ),
             gdn_layer=attention(other_kinds=nets),
             attention_layer=attention(self_attention=get_self_attention_spec()),
+            dsa_layer=attention(self_attention=get_sparse_attention_spec()),
             mla_layer=attention(self_attention=get_latent_attention_spec()),
             mlp_layer=mlp(mlp=get_mlp_module_spec()),
             moe_layer=mlp(moe=get_moe_module_spec()),

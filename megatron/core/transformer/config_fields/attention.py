@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron.core.config_base import derived, flag, name_divisors, name_multiples
 from megatron.core.flag_texts import layer_pattern, window
+from megatron.core.plan.read import read_plan
 from megatron.core.setting import Needs, NeedsGPU
 from megatron.core.transformer.config_fields.architecture import ArchitectureFields
 
@@ -264,6 +265,8 @@ class AttentionFields(ArchitectureFields):
     def score_measuring_problems(self, asked: str) -> Iterator[str]:
         """Yield the cases in which the largest attention scores cannot be measured. asked: the flag that asks for
         it."""
+        if "sparse_attention" in {branch.kind for branch in read_plan(self).branches()}:
+            yield f"{asked} is for scores of all keys, and sparse attention has those of a few; leave it out"
         # A ring sees scores block by block, and forgets them: no rank has a head's scores of a whole sequence.
         if self.context_parallel_size > 1:
             yield f"{asked} needs whole sequences on each rank; leave {self.say('context_parallel_size')} out"

@@ -40,12 +40,12 @@ class StateMixerFields(PositionFields):
     """Heads and widths of states."""
 
     experimental_attention_variant: str | None = flag(
-        None, choices=("gdn", "gdn2", "dsa", "gated_delta_net"), planned_choices=("dsa",), kind="shape",
-        explanation="sparse attention",
-    )  # fmt: skip
-    """Mixer that --linear-attention-freq puts in place of softmax attention: gdn a gated delta net, gdn2 its second
-    form, whose gates differ by channel. With --hybrid-layer-pattern, the form of the letter G. gated_delta_net is an
-    earlier name of gdn."""
+        None, choices=("gdn", "gdn2", "dsa", "gated_delta_net"), kind="shape"
+    )
+    """dsa: sparse attention, latent attention of all layers to tokens that an indexer chooses. Else the mixer that
+    --linear-attention-freq puts in place of softmax attention: gdn a gated delta net, gdn2 its second form, whose gates
+    differ by channel. With --hybrid-layer-pattern, the form of the letter G. gated_delta_net is an earlier name of
+    gdn."""
     linear_attention_freq: int | list[int] | None = flag(None, parse=layer_pattern, kind="shape", needs=_VARIANT)
     """Layers of a GPT with linear attention: a number means every n-th has softmax attention and the others have not, a
     list has one entry per layer, 1 for linear attention."""

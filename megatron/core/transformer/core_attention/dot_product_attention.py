@@ -102,8 +102,10 @@ class DotProductAttention(MegatronModule):
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
+        chosen: Tensor | None = None,
     ) -> Tensor:
-        """query [s, b, n, d], key [t, b, g, d], value [t, b, g, dv] -> [s, b, n * dv]. Upstream's signature.
+        """query [s, b, n, d], key [t, b, g, d], value [t, b, g, dv] -> [s, b, n * dv]. Upstream's signature, with
+        `Visible.chosen` behind it.
 
         attention_mask: bool [b or 1, 1, s, t], True where a position may not be seen; causal when None, the queries
         being the last of the positions. attn_mask_type: this module's when None. packed_seq_params: documents of a
@@ -115,6 +117,7 @@ class DotProductAttention(MegatronModule):
             raise ConfigError("attention_bias is not supported: no backend adds to scores; use attention_mask")
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         visible = Visible.build(attention_mask, mask_type, self.options.window, self.options.chunk)
+        visible = visible if chosen is None else dataclasses.replace(visible, chosen=chosen)
         inputs = AttentionInputs(query, key, value, visible, self._sinks(query), self.training)
         # Documents decide what is visible, whatever mask type the layer was built with.
         if packed_seq_params is not None:
@@ -140,7 +143,7 @@ class DotProductAttention(MegatronModule):
         ranks = (self.cp_group if group is None else group).size()
         # Bounds of documents count tokens of the whole sequence; a rank's keys are only its share.
         documents = packed_seq_params.layout(inputs.key.shape[0] * ranks)
-        visible = Visible(window=inputs.visible.window, documents=documents, chunk=inputs.visible.chunk)
+        visible = dataclasses.replace(inputs.visible, causal=True, documents=documents)
         return self._attend(backend, dataclasses.replace(inputs, visible=visible))
 
     def _attend(self, backend: CoreAttention, inputs: AttentionInputs) -> Tensor:

@@ -37,7 +37,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Visible:
-    """Keys that a query sees: all that none of the five rules hides."""
+    """Keys that a query sees: all that none of the six rules hides."""
 
     causal: bool = True
     """A query sees no key after its own position."""
@@ -51,6 +51,9 @@ class Visible:
     chunk: int | None = None
     """Sequences, or documents, are divided into chunks of so many tokens from their beginning, and a query sees only
     keys of its own chunk; None for no division. The keys begin where the sequence does. Only where causal."""
+    chosen: Tensor | None = None
+    """int32 [s, b, k], the keys that a query has chosen among those that the other rules leave it, by their places, and
+    -1 where they are fewer; None: all."""
 
     @classmethod
     def build(
@@ -84,6 +87,12 @@ class Visible:
     def build_mask(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
         """bool [s, t] or [b or 1, 1, s or 1, t], True where a query may not see a key; None where it sees every key."""
         assert self.documents is None and self.chunk is None, "documents and chunks are computed one by one"
+        if self.chosen is not None:
+            places = self.chosen.transpose(0, 1).long()  # [b, s, k]
+            hidden = torch.ones(*places.shape[:2], keys + 1, dtype=torch.bool, device=device)
+            # What lies outside of these keys goes to a place behind them.
+            hidden.scatter_(2, places.masked_fill((places < 0) | (places >= keys), keys), False)
+            return hidden[:, None, :, :keys]
         # One query, the last position, sees every key: so does each step of generation, without a mask to be made.
         if not self.causal or (queries == 1 and self.window_reaches(keys)):
             return self.mask
@@ -125,6 +134,8 @@ class Visible:
         """The same for some of the queries and of the keys; where causal, the last of each are at one position."""
         is_counted = self.documents is not None or self.chunk is not None
         assert not is_counted or not keys.start, "documents and chunks are counted from the first key"
+        if self.chosen is not None:
+            return dataclasses.replace(self, chosen=self.chosen[queries] - (keys.start or 0))
         if self.mask is None:
             return self
         # A mask of one row, such as one of padding, is for all queries.
