@@ -55,6 +55,11 @@ SMALL = {
     "shapes": ["tp2,sp", "tp2,pp2,dp2,dist-opt"],
     "phi": ["tp2,sp,pp2,--recompute-granularity selective,--recompute-modules layernorm", "dp2,dist-opt"],
     "kimi": ["tp2,sp,pp2", "dp2,dist-opt"],
+    "sparse": [
+        "tp2", "tp2,sp", "cp2,--cp-comm-type=all_gather", "tp2,sp,cp2,--cp-comm-type=all_gather", "pp2", "dp2,dist-opt",
+        "pp2,--recompute-granularity full,--recompute-method uniform,--recompute-num-layers 1",
+    ],
+    "chosen": ["tp2,sp,pp2", "dp2,fsdp2", "cp2,--cp-comm-type=all_gather"],
     "deepseek": ["tp2,sp,ep2,etp1,--moe-token-dispatcher-type=alltoall", "tp2,pp2,ep2,etp1"],
 }  # fmt: skip
 LARGE = [

@@ -35,7 +35,8 @@ _LATENT = {
     "num_experts_per_tok": 4, "q_lora_rank": 20,
 }  # fmt: skip
 _LATENT_ONLY = {name: value for name, value in _LATENT.items() if name != "first_k_dense_replace"}
-_INDEXER = {"index_n_heads": 3, "index_head_dim": 8, "index_topk": 5, "mlp_layer_types": ["dense"] + ["sparse"] * 3}
+# So many heads that no key has a product below zero with all of them: of equal scores transformers takes any.
+_INDEXER = {"index_n_heads": 16, "index_head_dim": 8, "index_topk": 5, "mlp_layer_types": ["dense"] + ["sparse"] * 3}
 _GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 16, "sliding_window": 6, "tie_word_embeddings": True}
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 # Norms of heads make much of what nearly cancelled, in transformers too; a larger epsilon keeps the last digits.

@@ -142,7 +142,8 @@ def _keep_attention(config: Config, branch: Branch, tokens: Tokens) -> Iterator[
     yield from _keep_output(config, tokens)
 
 
-def _keep_latent_attention(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:
+def _keep_latent_attention(config: Config, branch: Branch, tokens: Tokens, *, hides: bool = False) -> Iterator[Kept]:
+    """hides: keys are chosen, by a kernel that fills nothing up."""
     yield from keep_input(config, branch, tokens, "attn_norm", "qkv_linear")
     width = count_bytes(config)
     # Of a latent vector that is normalised both sides are kept.
@@ -153,7 +154,7 @@ def _keep_latent_attention(config: Config, branch: Branch, tokens: Tokens) -> It
     queries, values, positions = config.query_width, config.value_width, config.qk_pos_emb_head_dim
     # Of two widths the flash kernel gets the narrower one filled up, and keeps the copy and an output of that width;
     # what is passed around context-parallel ranks is left as it is.
-    fills_up = config.attention_backend in ("auto", "flash") and not _goes_round(config, branch)
+    fills_up = config.attention_backend in ("auto", "flash") and not _goes_round(config, branch) and not hides
     filled = max(queries, values) if fills_up else 0
     for name, channels, more, is_factor in (
         ("queries", queries, filled - queries, True), ("keys", queries - positions, 0, True),
@@ -168,13 +169,25 @@ def _keep_latent_attention(config: Config, branch: Branch, tokens: Tokens) -> It
 
 
 def _keep_sparse_attention(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:
-    yield from _keep_latent_attention(config, branch, tokens)
-    if branch.options.chooser is None:
-        yield Kept("chosen keys", tokens.all * (config.dsa_indexer_topk or 0) * 4)
-    if config.dsa_indexer_loss_coeff and branch.options.chooser is None:
-        heads, width = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim
-        indexer = heads * width + width  # TODO
-        yield Kept("gradients of the indexer's vectors", tokens.all * indexer * count_bytes(config))
+    heads, width, count = config.indexer_sizes
+    # How long a sequence is is not known here: a microbatch is taken for one.
+    keys, chooses = tokens.all * config.context_parallel_size, branch.options.chooser is None
+    if keys > count and config.gathers_chosen_keys(keys):
+        yield from (row for row in _keep_latent_attention(config, branch, tokens) if row.place != "core_attn")
+        per_channel = tokens.all * count_bytes(config) / config.tensor_model_parallel_size * config.num_attention_heads
+        wide = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        yield Kept("queries", per_channel * config.query_width, place="core_attn", is_factor=True, has_gradient=True)
+        yield Kept("queries of latent vectors", per_channel * wide, place="core_attn", has_gradient=True)
+        yield Kept("keys", keys * wide * count_bytes(config), place="core_attn", has_gradient=True)
+        yield Kept("sums of latent vectors", per_channel * config.kv_lora_rank, place="core_attn", has_gradient=True)
+    else:
+        yield from _keep_latent_attention(config, branch, tokens, hides=keys > count)
+    if keys > count and chooses:
+        yield Kept("chosen keys", tokens.all * count * 4)
+    if config.dsa_indexer_loss_coeff and chooses:
+        # With the input of its keys' norm, and weights in float32.
+        vectors = (heads * width + 2 * width) * count_bytes(config) + heads * 4
+        yield Kept("gradients of the indexer's vectors", tokens.all * vectors)
 
 
 def _goes_round(config: Config, branch: Branch) -> bool:

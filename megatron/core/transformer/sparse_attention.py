@@ -25,6 +25,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.auxiliary_loss import AuxiliaryLossScale, attach_auxiliary_loss, is_recomputing
@@ -41,6 +42,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.tensor_parallel.products import at_least_float32, is_wide
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.attention import mark_as_query_key_norm
+from megatron.core.transformer.core_attention.block_kernels import choose_masked_kernel
 from megatron.core.transformer.core_attention.chosen_keys import (
     IndexVectors,
     LossCall,
@@ -61,9 +63,6 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.norms import LayerNorm
 from megatron.core.transformer.rotary import Rotation, apply_rotary
 from megatron.core.transformer.transformer_config import TransformerConfig
-
-_GATHERING = 2.0
-"""Time of a number that is gathered and multiplied over that of one in a large product; measured on a CPU."""
 
 
 class Indexer(MegatronModule):
@@ -91,8 +90,13 @@ class Indexer(MegatronModule):
     def forward(self, hidden_states: Tensor, query_latent: Tensor, rotation: Rotation | None) -> IndexVectors:
         """[s, b, h] and [s, b, rq], with sequence parallelism of this rank's tokens -> vectors of all s."""
         config = self.config
-        key, weight = self.linear_wk(hidden_states)[0], self.linear_weights_proj(hidden_states)[0]
-        key = self.k_norm(at_least_float32(key) if config.dsa_indexer_k_norm_fp32 else key)
+        weight = self.linear_weights_proj(hidden_states)[0]
+        if config.dsa_indexer_k_norm_fp32:
+            # A norm computes in float32 anyway: what counts is that its input was not rounded.
+            key = F.linear(at_least_float32(hidden_states), at_least_float32(self.linear_wk.weight))
+        else:
+            key = self.linear_wk(hidden_states)[0]
+        key = self.k_norm(key)
         if config.sequence_parallel:
             # Every rank does the same with the result, so that gradients are not summed.
             query_latent, both = (
@@ -129,7 +133,9 @@ class SparseCore(DotProductAttention):
         self.chooser = read_plan(config).layer(layer_number).options.chooser
         """The layer whose choice is taken; None for this one's own."""
         self.indexer = Indexer(config, groups) if self.chooser is None else None
-        plain = (LocalAttention if config.attention_backend == "local" else QueryBlocksAttention)(self.options)
+        plain: CoreAttention = LocalAttention(self.options)
+        if config.attention_backend != "local":
+            plain = QueryBlocksAttention(self.options, choose_masked_kernel)
         self.chosen_backend: CoreAttention = plain if groups.cp.size() == 1 else GatheredKeysAttention(plain, groups.cp)
         self.latest: Any = None
         """What was chosen in the last forward: int32 [s, b, k], None for all keys; in generation for each run."""
@@ -210,7 +216,7 @@ class SparseSelfAttention(MLASelfAttention):
             positions.shape[0], keys, positions.device, sharers=self.groups.cp, documents=documents
         )  # fmt: skip
         chosen, vectors = core.choose(hidden_states, query_latent, rotation, places)
-        if chosen is not None and self._is_gathering_cheaper(keys):
+        if chosen is not None and self.config.gathers_chosen_keys(keys):
             query, turned = self._rotate(self._make_queries(query_latent, rotation), positions, rotation)
             wide = self._absorb(query), self._gather_keys(latent, turned)
             context = self._attend_wide(*wide, chosen)
@@ -230,14 +236,6 @@ class SparseSelfAttention(MLASelfAttention):
         call = LossCall(query, key, scale, places, among, self.groups.tp, rectifies)
         attached: Tensor = core.attach_loss(context, vectors, call)
         return attached
-
-    def _is_gathering_cheaper(self, keys: int) -> bool:
-        """Return whether attention to gathered latent vectors takes less time than to the heads of all keys. The same
-        in every layout."""
-        config = self.config
-        to_heads = (config.query_width + config.value_width) * keys / 2
-        gathered = (2 * config.kv_lora_rank + config.qk_pos_emb_head_dim) * config.indexer_sizes[2]
-        return _GATHERING * gathered < to_heads
 
     def _gather_keys(self, latent: Tensor, positions: Tensor) -> Tensor:
         """Latent vectors, with sequence parallelism of this rank's tokens, and rotated key channels [s, b, 1, p] -> of

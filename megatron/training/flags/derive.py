@@ -299,6 +299,8 @@ def _graphs(run: RunConfig, given: Set[str]) -> Iterator[str]:
         yield "--cuda-graph-impl transformer_engine records layers as local does, without Transformer Engine"
     if "moe_preprocess" in model.cuda_graph_modules:
         yield "--cuda-graph-modules moe_preprocess is launched one kernel at a time, behind the graph of moe_router"
+    if model.dsa_kernel_backend != "none":
+        yield f"{model.say('dsa_kernel_backend')}: sparse attention is computed as with none, the same function"
     if model.te_rng_tracker:
         yield "--te-rng-tracker has no effect: graphs move on the generator that everything else draws from"
 

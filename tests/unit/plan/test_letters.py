@@ -119,7 +119,7 @@ def test_what_no_kind_can_be(name: str, letter: str, problem: str) -> None:
     [
         ("--num-layers 2 --hybrid-layer-pattern *X", "--hybrid-layer-pattern *X has the letter 'X', for which"),
         ("--hybrid-layer-pattern |/*-", "--hybrid-layer-pattern |/*- has no layer"),
-        ("--hybrid-layer-pattern D-", "has the letter D: sparse attention (DeepSeek-V3.2) does not exist here yet"),
+        ("--hybrid-layer-pattern D-", "sparse attention has no sizes of its own; give --dsa-indexer-n-heads"),
         (
             "--hybrid-layer-pattern *- --hybrid-override-pattern *-",
             "is an earlier name of --hybrid-layer-pattern",

@@ -22,6 +22,8 @@ _SPARSE = Needs(
 _LOSS = Needs("--dsa-indexer-loss-coeff", lambda run: bool(run.dsa_indexer_loss_coeff))
 _SHARED = Needs("--dsa-indexer-topk-freq above 1", lambda run: run.dsa_indexer_topk_freq > 1)
 _16_BITS = Needs("--bf16 or --fp16; in float32 it would change nothing", lambda run: run.bf16 or run.fp16)
+_GATHERING = 2.0
+"""Time of a number that is gathered and multiplied over that of one in a large product; measured on a CPU."""
 _SIZES = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
 
 
@@ -65,7 +67,7 @@ class SparseAttentionFields(CudaGraphFields, PipelineFields, StateMixerFields, L
     dsa_indexer_k_norm_epsilon: float | None = flag(None, above=0, kind="function", needs=_SPARSE)
     """Added to the variance in the norm of the indexer's keys; --norm-epsilon when not given."""
     dsa_indexer_k_norm_fp32: bool = flag(False, kind="numerics", needs=(_SPARSE, _16_BITS))
-    """The norm of the indexer's keys reads them in float32."""
+    """The indexer's keys are rounded behind their norm only, which reads the product in float32."""
 
     @property
     def indexer_sizes(self) -> tuple[int, int, int]:
@@ -73,6 +75,13 @@ class SparseAttentionFields(CudaGraphFields, PipelineFields, StateMixerFields, L
         heads, width, keys = self.dsa_indexer_n_heads, self.dsa_indexer_head_dim, self.dsa_indexer_topk
         assert heads is not None and width is not None and keys is not None, "checked by problems()"
         return heads, width, keys
+
+    def gathers_chosen_keys(self, keys: float) -> bool:
+        """Return whether attention to chosen ones of so many keys gathers latent vectors: it takes less time then than
+        heads of all keys of which those not chosen are hidden. The same in every layout."""
+        hidden = (self.qk_head_dim + self.qk_pos_emb_head_dim + self.v_head_dim) * keys / 2
+        gathered = 2 * (self.kv_lora_rank + self.qk_pos_emb_head_dim) * self.indexer_sizes[2]
+        return _GATHERING * gathered < hidden
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()

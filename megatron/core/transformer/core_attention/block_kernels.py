@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.device import is_cpu
@@ -201,6 +202,54 @@ class CPUFlashKernel:
             grad, q, _per_head(k, q), _per_head(v, q), out, log_sum, 0.0, rule.causal, scale=self.scale
         )
         return grad_q, _sum_of_group(grad_k, k), _sum_of_group(grad_v, v)
+
+
+class MaskedFlashKernel:
+    """torch's flash kernel for the CPU with masks, where every query sees some key; no dropout. Values as wide as keys,
+    or narrower."""
+
+    name = "torch's CPU flash kernel with masks"
+    takes_bands = False
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+        """See BlockKernel."""
+        out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, _per_head(k, q), _per_head(_widen(v, q), q), 0.0, rule.causal, attn_mask=_to_addend(q, rule),
+            scale=self.scale,
+        )  # fmt: skip
+        return out[..., : v.shape[-1]], log_sum
+
+    def backward(
+        self, grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], merged: tuple[Tensor, Tensor], rule: Rule
+    ) -> Gradients:
+        """See BlockKernel."""
+        (q, k, v), (out, log_sum) = inputs, merged
+        log_sum = log_sum.transpose(1, 2).contiguous().transpose(1, 2)  # as in CPUFlashKernel
+        grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            _widen(grad, q), q, _per_head(k, q), _per_head(_widen(v, q), q), _widen(out, q), log_sum, 0.0, rule.causal,
+            attn_mask=_to_addend(q, rule), scale=self.scale,
+        )  # fmt: skip
+        return grad_q, _sum_of_group(grad_k, k), _sum_of_group(grad_v[..., : v.shape[-1]], v)
+
+
+def choose_masked_kernel(scale: float, dropout: float, device: torch.device) -> BlockKernel:
+    """The fastest kernel for masks without rows that hide all keys."""
+    return MaskedFlashKernel(scale) if is_cpu(device) and not dropout else PlainKernel(scale, dropout)
+
+
+def _widen(x: Tensor, query: Tensor) -> Tensor:
+    """Zeros behind the channels, up to the query's."""
+    return x if x.shape[-1] == query.shape[-1] else F.pad(x, (0, query.shape[-1] - x.shape[-1]))
+
+
+def _to_addend(query: Tensor, rule: Rule) -> Tensor | None:
+    """The rule's mask as what is added to scores."""
+    if rule.mask is None:
+        return None
+    return torch.zeros(rule.mask.shape, dtype=query.dtype, device=query.device).masked_fill_(rule.mask, float("-inf"))
 
 
 class MergedBlocks:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.collectives import all_reduce
@@ -27,8 +28,8 @@ from megatron.core.sequences.token_layout import TokenLayout
 from megatron.core.tensor_parallel.products import at_least_float32, wide_dtype
 from megatron.core.transformer.core_attention.block_kernels import (
     BlockKernel,
-    PlainKernel,
     Rule,
+    choose_masked_kernel,
     draw_seed,
     multiply_in_float32,
 )
@@ -162,7 +163,9 @@ def attend_chosen(
     """softmax(scale * q . k over the chosen keys) times their first `value_width` channels: query [s, b, n, c], key
     [t, b, c] of all heads, chosen int32 [s, b, k] -> [s, b, n, value_width]. A query without keys gets zeros."""
     seed = draw_seed() if dropout else None
-    result: Tensor = _AttendChosen.apply(query, key, chosen, _Call(PlainKernel(scale, dropout), value_width, seed))
+    result: Tensor = _AttendChosen.apply(
+        query, key, chosen, _Call(choose_masked_kernel(scale, dropout, query.device), value_width, seed)
+    )
     return result
 
 
@@ -176,16 +179,18 @@ class _Call(NamedTuple):
     def blocks(
         self, query: Tensor, key: Tensor, chosen: Tensor
     ) -> Iterator[tuple[slice, tuple[Tensor, Tensor, Tensor], Rule, Tensor]]:
-        """Rows, query [rows * b, n, 1, c] with keys and values [rows * b, 1, k, ...], what of these, and where they
-        lie."""
+        """Rows, query [rows * b, 1, n, c] with keys, which are values, too, [rows * b, 1, k, c], what of these, and
+        where they lie."""
         size = max(1, _BLOCK_ELEMENTS // (chosen[0].numel() * key.shape[-1]))
         for start in range(0, query.shape[0], size):
             rows = slice(start, min(start + size, query.shape[0]))
             keys, none, lies = gather_rows(key, chosen[rows])
             keys = keys.flatten(0, 1).unsqueeze(1)
-            inputs = query[rows].flatten(0, 1).unsqueeze(2), keys, keys[..., : self.value_width]
+            inputs = query[rows].flatten(0, 1).unsqueeze(1), keys, keys
             seed = None if self.seed is None else self.seed + start
-            yield rows, inputs, Rule(False, mask=none.flatten(0, 1)[:, None, None], seed=seed), lies
+            # The first rows alone have fewer keys.
+            mask = none.flatten(0, 1)[:, None, None].expand(-1, -1, query.shape[2], -1)
+            yield rows, inputs, Rule(False, mask=mask, seed=seed), lies
 
 
 class _AttendChosen(torch.autograd.Function):
@@ -197,7 +202,8 @@ class _AttendChosen(torch.autograd.Function):
         log_sum = query.new_empty(query.shape[:3], dtype=wide_dtype(query))
         for rows, inputs, rule, _ in call.blocks(query, key, chosen):
             part, logs = call.kernel.forward(*inputs, rule)
-            output[rows], log_sum[rows] = part.view_as(output[rows]), logs.view_as(log_sum[rows])
+            output[rows] = part[..., : call.value_width].reshape(output[rows].shape)
+            log_sum[rows] = logs.reshape(log_sum[rows].shape)
         ctx.call = call
         ctx.save_for_backward(query, key, chosen, output, log_sum)
         return output
@@ -209,13 +215,12 @@ class _AttendChosen(torch.autograd.Function):
         grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
         grad_key = torch.zeros(key.shape, dtype=wide_dtype(key), device=key.device)
         for rows, inputs, rule, lies in call.blocks(query, key, chosen):
-            grad, merged = (x[rows].flatten(0, 1).unsqueeze(2) for x in (grad_output, output))
-            logs = log_sum[rows].flatten(0, 1).unsqueeze(2)
+            more = query.shape[-1] - call.value_width
+            grad, merged = (F.pad(x[rows].flatten(0, 1).unsqueeze(1), (0, more)) for x in (grad_output, output))
+            logs = log_sum[rows].flatten(0, 1).unsqueeze(1)
             add_q, add_k, add_v = call.kernel.backward(grad, inputs, (merged, logs), rule)
-            grad_query[rows] = add_q.view_as(grad_query[rows])
-            add_k = at_least_float32(add_k)
-            add_k[..., : call.value_width] += add_v
-            add_rows_(grad_key, lies, add_k.flatten(0, 2))
+            grad_query[rows] = add_q.reshape(grad_query[rows].shape)
+            add_rows_(grad_key, lies, at_least_float32(add_k + add_v).flatten(0, 2))
         return grad_query, grad_key.to(key.dtype), None, None
 
 

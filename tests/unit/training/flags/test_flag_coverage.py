@@ -183,7 +183,6 @@ def test_nobody_is_told_to_leave_out_what_changes_the_run() -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--experimental-attention-variant dsa", "which give another run"),
         (
             "--freeze-all-layers",
             "it is part of what is computed, and no other flag gives the same run until then",
