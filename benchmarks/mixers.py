@@ -1,6 +1,7 @@
 #!/usr/bin/env python
 # SPDX-License-Identifier: Apache-2.0
-"""Mixers with a state (letters M, G, K): chunks against the recurrence, the torch path of transformers, and formulas.
+"""Mixers with a state (letters M, G, K): chunks against the recurrence, the torch path of transformers, and formulas;
+and sparse attention (letter D) against latent attention to all tokens.
 
     OMP_NUM_THREADS=1 python benchmarks/mixers.py
     OMP_NUM_THREADS=1 python benchmarks/mixers.py --kinds M --tokens 512 --rounds 5
@@ -13,6 +14,7 @@ their median is printed.
     transformers  its layer's torch path, against ours, forward and backward
     memory        what autograd keeps of a layer behind its norm, against the rows of its plan (`kept`)
     generation    a token after 4,096 others against one after 64
+    D             the time of a layer that chooses 512 tokens over that of a dense one, of --tokens and of 4 times as many
     products      the time that the products of forward and backward take alone, as those of 64 x 64 and as projections,
                   over that of the layer; their FLOP are counted, without the triangular systems
 """
@@ -38,6 +40,7 @@ from torch.utils.flop_counter import flop_registry
 
 from benchmarks.conditions import print_conditions
 from benchmarks.memory import KeptForBackward
+from megatron.core.models.gpt.gpt_layer_specs import get_latent_attention_spec, get_sparse_attention_spec
 from megatron.core.optional_deps import available
 from megatron.core.plan.branch_kind import Tokens
 from megatron.core.plan.kinds import find_kind
@@ -52,6 +55,7 @@ from megatron.core.ssm.state_mixer import StateMixer, StateMixerSubmodules
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.parameters import initialise_parameters
 from megatron.core.tensor_parallel.products import multiply_by_onednn, takes_onednn
+from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 HIDDEN = 512
@@ -276,15 +280,42 @@ def measure_generation(letter: str, rounds: int) -> float:
     return find_ratio(times, "long", "short")
 
 
+def measure_sparse(tokens: int) -> float:
+    """CPU time of forward and backward of a layer of sparse attention over that of latent attention."""
+    sizes: dict[str, Any] = {
+        "num_layers": 1, "hidden_size": 1024, "num_attention_heads": 16, "normalization": "RMSNorm",
+        "multi_latent_attention": True, "q_lora_rank": 256, "kv_lora_rank": 128, "qk_head_dim": 64,
+        "qk_pos_emb_head_dim": 32, "v_head_dim": 64, "qk_layernorm": True, "add_bias_linear": False,
+        "position_embedding_type": "rope", "attention_dropout": 0.0,
+    }  # fmt: skip
+    chooses = {
+        "experimental_attention_variant": "dsa", "dsa_indexer_n_heads": 8, "dsa_indexer_head_dim": 64,
+        "dsa_indexer_topk": 512,
+    }  # fmt: skip
+    variants = {}
+    for name, spec, more in (
+        ("dense", get_latent_attention_spec(), {}), ("sparse", get_sparse_attention_spec(), chooses)
+    ):  # fmt: skip
+        config = TransformerConfig(**sizes, **more)
+        layer = build_module(spec, config=config, layer_number=1, pg_collection=ProcessGroupCollection.single())
+        initialise_parameters(layer, seed=1)
+        variants[name] = train(call_layer(layer), torch.randn(tokens, 1, 1024, requires_grad=True))
+    return find_ratio(compare(variants, 1), "sparse", "dense")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--kinds", nargs="+", choices=[*KINDS, "D"], default=[*KINDS, "D"])
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(1)
     print_conditions()
     for letter in args.kinds:
+        if letter == "D":
+            for tokens in (args.tokens, 4 * args.tokens):
+                print(f"D, {tokens} tokens, sparse / dense {measure_sparse(tokens):.2f}", flush=True)
+            continue
         print(f"{letter}, {args.tokens} tokens, hidden size {HIDDEN}, {KINDS[letter].sizes}", flush=True)
         for name, ratio in measure_speed(letter, args.tokens, args.rounds).items():
             print(f"    {name:<32}{ratio:8.2f}", flush=True)

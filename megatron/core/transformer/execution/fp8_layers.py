@@ -82,7 +82,8 @@ def multiply_in_fp8(
     for name, part in list(module.named_modules()):
         # Asked of the dictionary: embeddings and norms have no product, or another kind.
         plain: Any = part.__dict__.get("product")
-        if config.stays_in_bf16(f"{module_name}.{name}".rstrip(".")):
+        # An indexer's products are scores and what they are made of, and narrow.
+        if ".indexer." in name or config.stays_in_bf16(f"{module_name}.{name}".rstrip(".")):
             continue
         if isinstance(plain, Matmul | ExpertByExpert):
             kind = FP8Experts if isinstance(plain, ExpertByExpert) else FP8Matmul
