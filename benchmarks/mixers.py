@@ -14,7 +14,7 @@ their median is printed.
     transformers  its layer's torch path, against ours, forward and backward
     memory        what autograd keeps of a layer behind its norm, against the rows of its plan (`kept`)
     generation    a token after 4,096 others against one after 64
-    D             the time of a layer that chooses 512 tokens over that of a dense one, of --tokens and of 4 times as many
+    D             a layer that chooses 512 tokens over a dense one, of --tokens and of 4 times as many
     products      the time that the products of forward and backward take alone, as those of 64 x 64 and as projections,
                   over that of the layer; their FLOP are counted, without the triangular systems
 """
