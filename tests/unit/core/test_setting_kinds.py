@@ -41,6 +41,9 @@ BASES = (
     "--num-experts 8 --moe-router-topk 1 --moe-router-pre-softmax --swiglu --moe-shared-expert-intermediate-size 64",
     "--multi-latent-attention --position-embedding-type rope --rotary-scaling-factor 4 --qk-head-dim 16 "
     "--qk-pos-emb-head-dim 8 --v-head-dim 16",
+    "--multi-latent-attention --position-embedding-type rope --disable-bias-linear --qk-head-dim 16 --v-head-dim 16 "
+    "--qk-pos-emb-head-dim 8 --experimental-attention-variant dsa --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 16 "
+    "--dsa-indexer-topk 4",
     "--use-mup --mup-base-hidden-size 32",
     "--parallel-residual",
     "--hybrid-layer-pattern L*",

@@ -42,10 +42,10 @@ class SparseAttentionFields(CudaGraphFields, PipelineFields, StateMixerFields, L
     """Every so many layers have an indexer; those behind one take its choice. Each pipeline stage begins with one."""
     dsa_indexer_skip_topk_offset: int = flag(0, minimum=0, kind="shape", needs=(_SPARSE, _SHARED))
     """The first layers, so many, have an indexer each, and the counting begins with the last of them."""
-    dsa_indexer_loss_coeff: float | None = flag(None, minimum=0, kind="function", needs=_SPARSE)
+    dsa_indexer_loss_coeff: float | None = flag(None, minimum=0, kind="numerics", needs=_SPARSE)
     """Weight of the indexer's loss, the distance of its scores from where attention looks. Nothing else trains it: it
     stays as it is when this is not given."""
-    dsa_indexer_use_sparse_loss: bool = flag(False, kind="function", needs=(_SPARSE, _LOSS))
+    dsa_indexer_use_sparse_loss: bool = flag(False, kind="numerics", needs=(_SPARSE, _LOSS))
     """The indexer's loss compares the chosen tokens alone, not all of the sequence: less work, for an indexer that has
     learned already."""
     dsa_kernel_backend: str = flag("none", choices=("none", "tilelang", "cudnn"), kind="kernel", needs=_SPARSE)
