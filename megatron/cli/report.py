@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make a page of a run: its curves, what happened to it, where its time goes, and the flags to try.
 
-    python -m megatron report runs/a                      writes runs/a.html
+    python -m megatron report runs/a                      writes a.html
     python -m megatron report runs/a runs/b --output comparison.html
     python -m megatron report runs/a --live               follows the run on http://127.0.0.1:8600/
 

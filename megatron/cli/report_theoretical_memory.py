@@ -38,7 +38,7 @@ def describe_workload(config: RunConfig) -> Workload:
 
 def estimate(config: RunConfig) -> MemoryEstimate:
     """Return what the formulas of the reference system say of a run; raises as `describe_workload`."""
-    return estimate_memory(config.model, config.ddp, describe_workload(config), as_reference=True)
+    return estimate_memory(config.model, config.ddp, describe_workload(config))
 
 
 def read(flags: Sequence[str], environment: Mapping[str, str]) -> RunConfig:

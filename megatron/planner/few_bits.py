@@ -70,7 +70,12 @@ def _count(model: TransformerConfig, product: _Product) -> float:
     inputs, outputs, rows = product
     if model.multiplies_few_bits_natively:
         return rows * (2 * outputs + inputs) + (4 * inputs * outputs if model.fp8_wgrad else 0)
-    return rows * outputs + 4 * (rows * outputs + rows * inputs + inputs * outputs)
+    multiplied = rows * outputs + 4 * (rows * outputs + rows * inputs + inputs * outputs)
+    if model.few_bits_recipe != "nvfp4":
+        return multiplied
+    # Rounded at random in float32: the gradient scaled, three steps of its rounding, and what is added; transformed
+    # before, where the weight's gradient reads it so. Beside it scales of 16 values, three times.
+    return max(multiplied, rows * outputs * 4 * (5 + model.fp8_wgrad + 3 / 16))
 
 
 def _list_products(model: TransformerConfig, branch: Branch, tokens: Tokens) -> Iterator[_Product]:

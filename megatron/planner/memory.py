@@ -2,7 +2,8 @@
 """Memory of a training run by formula: parameters with their optimizer state, and activations.
 
 The figures are those that users know from the reference system, in bytes of 16-bit training with float32 main weights
-and gradients. What a process really holds is measured by benchmarks/memory.py.
+and gradients; they are printed to be compared, and nothing is decided by them. What a process of this program holds is
+step_memory.py's to say.
 
     weights       a matrix is divided by tp, an expert's by ep etp, norms, routers and projections to latent vectors are
                   not; layers by pp. The most loaded stage has the embedding, the output layer where it is the only one,
@@ -11,15 +12,9 @@ and gradients. What a process really holds is measured by benchmarks/memory.py.
                   6 + 12 / replicas, of which there are dp cp, of experts fewer.
     activations   with sequence parallelism s b h (18 + 4 f / h) / tp a layer, else s b h (10 + 24 / tp): attention
                   scores are not kept (Korthikanti et al., 2022, table 2, which the second form gives for f = 4 h).
-                  The reference system takes the first form only where attention is recomputed, too
-                  (--recompute-granularity selective), although flash attention never keeps its scores;
-                  the layers of min(pp, microbatches) microbatches under way; the ends. Of a layer in FP8 the inputs
-                  of the projection to queries, keys and values (h), and of both layers of the MLP (h, f), take one
-                  byte a value and their scales, instead of two.
-
-    offloaded     what is on the host does not count: of the optimizer's 12 bytes of a parameter the fraction that is
-                  named; of activations what core/plan/kinds.py says, but never more than the above, or all of so many
-                  of a stage's layers.
+                  The first form only where attention is recomputed, too (--recompute-granularity selective), although
+                  flash attention never keeps its scores; the layers of min(pp, microbatches) microbatches under way;
+                  the ends. What is offloaded, recomputed whole or in 8 bits counts in full.
 
 s: tokens of a sequence on one process, b: microbatch, h: hidden size, f: width of the MLP, v: padded vocabulary.
 """
@@ -31,7 +26,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.core.plan.branch_kind import Counts, Tokens, count_norm
+from megatron.core.plan.branch_kind import Counts, count_norm
 from megatron.core.plan.kinds import find_kind
 from megatron.core.plan.model_plan import LayerPlan
 from megatron.core.plan.read import read_plan
@@ -102,8 +97,6 @@ class MemoryEstimate:
     """Parameters on a stage without embedding."""
     weight_and_optimizer: float
     """Bytes of weights, gradients and optimizer state."""
-    fully_sharded: float
-    """The same where all three are divided over the replicas, as with FSDP2."""
     layer_activations: float
     """Bytes of one layer and one microbatch."""
     activations: float
@@ -112,11 +105,6 @@ class MemoryEstimate:
     """Microbatches whose activations wait for backward at once, over all stages; None without pipeline stages."""
     interleaving_penalty: float | None
     """Activations with virtual stages, in units of those without; None where there are none."""
-
-    state_on_host: float = 0.0
-    """Bytes of optimizer state that are no part of weight_and_optimizer."""
-    activations_on_host: float = 0.0
-    """Bytes of activations that are no part of `activations`."""
 
     @property
     def total(self) -> float:
@@ -145,15 +133,12 @@ def estimate_memory(
     model: TransformerConfig,
     replicas: DistributedDataParallelConfig,
     workload: Workload,
-    *,
-    as_reference: bool = False,
 ) -> MemoryEstimate:
     """Bytes that the most loaded process of a run holds; the head of this file says what counts, and the sources.
 
-    model: its shape and layout. replicas: whether they divide the optimizer's state among them. as_reference:
-    activations by the form that the reference system takes, instead of the one that fits what flash attention keeps.
+    model: its shape and layout. replicas: whether they divide the optimizer's state among them.
     """
-    is_divided = _is_sequence_divided(model, as_reference=as_reference)
+    is_divided = _is_sequence_divided(model)
     stages, ranks = model.pipeline_model_parallel_size, model.tensor_model_parallel_size
     counts = count_parameters(model, padded_vocab_size=workload.padded_vocab_size, untied=workload.has_output_layer)
     decoder, prediction = counts.decoder, counts.prediction
@@ -171,27 +156,15 @@ def estimate_memory(
     tokens = workload.seq_length // model.context_parallel_size * workload.micro_batch_size
     divides = replicas.use_distributed_optimizer
     in_flight = _count_layers_in_flight(model, workload.num_microbatches)
-    layer = _estimate_layer_activations(model, tokens, is_divided) - _count_spared_by_rounding(model, tokens)
-    kept = _estimate_activations(model, layer, tokens, workload, is_divided)
-    on_host = _estimate_layer_on_host(model, layer, tokens) * model.num_layers * in_flight
-    # 12 of the bytes of a parameter are the optimizer's.
-    state_on_host = workload.offloaded_state * (
-        (dense + ends) * 12 / (num_replicas if divides else 1)
-        + (experts + further_experts) * 12 / (num_expert_replicas if divides else 1)
-    )
+    layer = _estimate_layer_activations(model, tokens, is_divided)
     return MemoryEstimate(
         parameters=counts,
         most_loaded_shard=dense + experts + further_experts + ends,
         other_shards=dense + experts,
         weight_and_optimizer=(dense + ends) * _count_parameter_bytes(num_replicas, divides)
-        + (experts + further_experts) * _count_parameter_bytes(num_expert_replicas, divides)
-        - state_on_host,
-        fully_sharded=(dense + ends) * _count_parameter_bytes(1, False) / num_replicas
-        + (experts + further_experts) * _count_parameter_bytes(1, False) / num_expert_replicas,
+        + (experts + further_experts) * _count_parameter_bytes(num_expert_replicas, divides),
         layer_activations=layer,
-        activations=kept - on_host,
-        state_on_host=state_on_host,
-        activations_on_host=on_host,
+        activations=_estimate_activations(model, layer, tokens, workload, is_divided),
         microbatches_in_flight=None if stages == 1 else stages * in_flight,
         interleaving_penalty=in_flight if model.virtual_pipeline_model_parallel_size else None,
     )
@@ -203,9 +176,9 @@ def _count_parameter_bytes(replicas: float, distributed_optimizer: bool) -> floa
     return 6 + 12 / replicas if distributed_optimizer else 18
 
 
-def _is_sequence_divided(model: TransformerConfig, *, as_reference: bool) -> bool:
+def _is_sequence_divided(model: TransformerConfig) -> bool:
     """Return whether activations have the first form, in which all of a layer is divided."""
-    return model.sequence_parallel and (not as_reference or model.recompute_granularity == "selective")
+    return model.sequence_parallel and model.recompute_granularity == "selective"
 
 
 def _estimate_layer_activations(model: TransformerConfig, tokens: int, is_divided: bool) -> float:
@@ -215,42 +188,6 @@ def _estimate_layer_activations(model: TransformerConfig, tokens: int, is_divide
     if is_divided:
         return tokens * (18 * hidden + 4 * model.ffn_hidden_size) / ranks
     return tokens * hidden * (10 + 24 / ranks)
-
-
-def _count_spared_by_rounding(model: TransformerConfig, tokens: int) -> float:
-    """Bytes that one layer spares where inputs wait in 8 bits; on average, where some layers stay in 16."""
-    if model.rounded_input_bytes is None:
-        return 0.0
-    assert model.ffn_hidden_size is not None
-    ranks = model.tensor_model_parallel_size
-    of_column_layers = 2 * model.hidden_size / (ranks if model.sequence_parallel else 1)
-    share = sum(layer.low_precision for layer in read_plan(model).decoder) / model.num_layers
-    values = tokens * (of_column_layers + model.ffn_hidden_size / ranks) * share
-    return values * (2 - model.rounded_input_bytes)
-
-
-def _estimate_layer_on_host(model: TransformerConfig, layer: float, tokens: int) -> float:
-    """Bytes of a layer's activations, on the average over a stage's layers, that wait on the host."""
-    if model.cpu_offloading_num_layers:
-        return layer * min(1.0, model.cpu_offloading_num_layers * model.pipeline_model_parallel_size / model.num_layers)
-    if not model.fine_grained_activation_offloading:
-        return 0.0
-    ranks = model.tensor_model_parallel_size if model.sequence_parallel else 1
-    recomputed, shares = find_recomputed_parts(model), Tokens(tokens, tokens / ranks)
-    branches = [branch for layer in read_plan(model).decoder for branch in layer.branches]
-    rows = [row for branch in branches for row in find_kind(branch.kind).kept(model, branch, shares)]
-    moved = sum(row.bytes for row in rows if row.place in model.offload_modules and row.part not in recomputed)
-    return model.activation_offload_fraction * min(moved / model.num_layers, layer)
-
-
-def find_recomputed_parts(model: TransformerConfig) -> set[str]:
-    """Find the entries of --recompute-modules, with those that lie inside of others."""
-    parts = set(model.recompute_modules or ()) if model.recompute_granularity == "selective" else set()
-    if "moe" in parts:
-        parts |= {"moe_act", "shared_experts"}
-    if "mlp" in parts:
-        parts.add("mlp_act")
-    return parts
 
 
 def _count_layers_in_flight(model: TransformerConfig, num_microbatches: int) -> float:
@@ -290,7 +227,7 @@ def describe_memory(memory: MemoryEstimate, model: TransformerConfig) -> str:
     """The estimate, made as the reference system makes it, in the lines that users know from there; MB are 1024 x 1024
     bytes."""
     counts = memory.parameters
-    form = "" if _is_sequence_divided(model, as_reference=True) else " (precise, without SP)"
+    form = "" if _is_sequence_divided(model) else " (precise, without SP)"
     block = counts.decoder.sum_of_all
     further = f"Number of parameters in mtp block in billions: {counts.prediction.sum_of_all / _BILLION:.2f}"
     lines = [
@@ -315,9 +252,4 @@ def describe_memory(memory: MemoryEstimate, model: TransformerConfig) -> str:
         f"Theoretical memory footprints: weight and optimizer={memory.weight_and_optimizer / _MEGABYTE:.2f} MB, "
         f"activation={memory.activations / _MEGABYTE:.2f} MB, total={memory.total / _MEGABYTE:.2f} MB"
     )
-    if memory.state_on_host or memory.activations_on_host:
-        lines.append(
-            f"On the host: optimizer state={memory.state_on_host / _MEGABYTE:.2f} MB, "
-            f"activation={memory.activations_on_host / _MEGABYTE:.2f} MB"
-        )
     return "\n".join(lines)

@@ -38,7 +38,7 @@ from megatron.core.plan.stages import StageContent, build_pipeline_layout, build
 from megatron.core.tensor_parallel.offloaded_activations import PREFETCHED_GROUPS
 from megatron.core.transformer.execution.activation_policy import divide_layers
 from megatron.planner.few_bits import count_head_temporaries, count_product_temporaries, count_rounded_weights
-from megatron.planner.memory import Workload, find_recomputed_parts
+from megatron.planner.memory import Workload
 from megatron.planner.state_memory import count_rank_parameters, count_state_bytes
 
 if TYPE_CHECKING:
@@ -103,11 +103,15 @@ def build_model_tables(model: TransformerConfig, microbatches: int) -> list[list
     return describe_pipeline(model).tables(microbatches)
 
 
+def find_fullest(stages: Sequence[StepMemory]) -> StepMemory:
+    """Return the stage that holds most."""
+    return max(stages, key=lambda stage: stage.total)
+
+
 def describe_step_memory(stages: Sequence[StepMemory]) -> str:
     """The fullest stage in one line; MB are 1024 x 1024 bytes."""
-    fullest = max(range(len(stages)), key=lambda rank: stages[rank].total)
-    found = stages[fullest]
-    where = f" on stage {fullest} of {len(stages)}" if len(stages) > 1 else ""
+    found = find_fullest(stages)
+    where = f" on stage {stages.index(found)} of {len(stages)}" if len(stages) > 1 else ""
     return (
         f"A step of this program holds at most{where}: weight and optimizer={found.state / _MEGABYTE:.2f} MB, "
         f"activation={found.activations / _MEGABYTE:.2f} MB, total={found.total / _MEGABYTE:.2f} MB"
@@ -127,7 +131,18 @@ def list_kept(model: TransformerConfig, workload: Workload, layer: LayerPlan) ->
 def count_tokens(model: TransformerConfig, workload: Workload) -> Tokens:
     """Tokens of a microbatch on one process."""
     tokens = workload.seq_length / model.context_parallel_size * workload.micro_batch_size
-    return Tokens(tokens, tokens / (model.tensor_model_parallel_size if model.sequence_parallel else 1))
+    own = tokens / (model.tensor_model_parallel_size if model.sequence_parallel else 1)
+    return Tokens(tokens, own, workload.seq_length if model.attention_backend in ("unfused", "local") else 0.0)
+
+
+def find_recomputed_parts(model: TransformerConfig) -> set[str]:
+    """Find the entries of --recompute-modules, with those that lie inside of others."""
+    parts = set(model.recompute_modules or ()) if model.recompute_granularity == "selective" else set()
+    if "moe" in parts:
+        parts |= {"moe_act", "shared_experts"}
+    if "mlp" in parts:
+        parts.add("mlp_act")
+    return parts
 
 
 class _Chunk(NamedTuple):

@@ -31,9 +31,9 @@ from megatron.core.plan.stages import StageContent, build_pipeline_layout, build
 from megatron.core.transformer.execution.activation_policy import divide_layers
 from megatron.planner.devices import Device
 from megatron.planner.links import Link
-from megatron.planner.memory import Workload, find_recomputed_parts
+from megatron.planner.memory import Workload
 from megatron.planner.state_memory import count_gradient_bytes, count_rank_parameters
-from megatron.planner.step_memory import build_model_tables, count_tokens
+from megatron.planner.step_memory import build_model_tables, count_tokens, find_recomputed_parts
 from megatron.planner.throughput import count_training_flops_per_token
 
 if TYPE_CHECKING:
@@ -172,7 +172,8 @@ class _Clock:
 
     def __init__(self, model: TransformerConfig, workload: Workload, device: Device) -> None:
         self.model, self.workload, self.device = model, workload, device
-        self.tokens = count_tokens(model, workload)
+        # What written-out scores take is counted by itself.
+        self.tokens = count_tokens(model, workload)._replace(scored=0.0)
         self.width = count_bytes(model)
         self.bandwidth = device.memory_bandwidth * device.memory_share
         self.tp_size, cp = model.tensor_model_parallel_size, model.context_parallel_size

@@ -12,7 +12,7 @@ import pytest
 from megatron.core.mesh import VirtualStages
 from megatron.core.pipeline_parallel.schedules import ScheduleName, build_tables
 from megatron.core.pipeline_parallel.timelines import EQUAL_PARTS, UNDIVIDED, simulate
-from megatron.planner.memory import estimate_memory
+from megatron.planner.step_memory import find_fullest, predict_step_memory
 from megatron.training.flags.declarations import flags_by_spelling
 from megatron.training.flags.read import read_run_config
 from megatron.training.recipes.gpt import describe_gpt_workload
@@ -50,17 +50,17 @@ LARGE = (
 )
 
 
-def estimate(flags: str) -> float:
+def predict(flags: str) -> float:
     config = read_run_config(f"{LARGE} {flags}".split(), {"WORLD_SIZE": "8"})
     workload = describe_gpt_workload(config, 128256)
-    return estimate_memory(config.model, config.ddp, workload).total
+    return find_fullest(predict_step_memory(config.model, config.ddp, config.optimizer, workload)).total
 
 
 @pytest.mark.parametrize("row", [1, 2, 3, 6, 7])
 def test_what_helps_against_a_shortage_of_memory_needs_less(row: int) -> None:
-    """By the formula; what recomputation and fully sharded weights save is measured in tests/parallel."""
+    """By the planner; what recomputation and fully sharded weights save is measured in tests/parallel."""
     (flags,) = re.findall(r"`(.+?)`", read_rows("Out of memory")[row - 1][1])
-    assert estimate(flags) < estimate("")
+    assert predict(flags) < predict("")
 
 
 def count_idle_share(name: ScheduleName, stages: int, microbatches: int, chunks: int = 1) -> float:

@@ -20,6 +20,8 @@ class Tokens(NamedTuple):
     """In products and in attention, over all tensor-parallel ranks."""
     own: float
     """In hidden states outside of products: a part of them with sequence parallelism."""
+    scored: float = 0.0
+    """Keys of a token whose probabilities are kept, where attention is written out; a kernel keeps none."""
 
 
 class Counts(NamedTuple):

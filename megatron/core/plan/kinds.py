@@ -139,6 +139,7 @@ def _keep_attention(config: Config, branch: Branch, tokens: Tokens) -> Iterator[
     # Queries of several heads lie between the keys of their groups; kernels want them without gaps.
     if heads > _count_groups(config, branch):
         yield Kept("queries by heads", per_head * heads, place="core_attn")
+    yield from _keep_scores(config, tokens)
     yield from _keep_output(config, tokens)
 
 
@@ -165,6 +166,7 @@ def _keep_latent_attention(config: Config, branch: Branch, tokens: Tokens, *, hi
         yield Kept(f"what {name} are filled up with", per_channel * max(0, more), None, "core_attn", has_gradient=True)
     if fills_up and queries != values:
         yield Kept("the kernel's own output", per_channel * filled, place="core_attn")
+    yield from _keep_scores(config, tokens)
     yield from _keep_output(config, tokens)
 
 
@@ -206,6 +208,14 @@ def _take_for_ring(config: Config, branch: Branch, tokens: Tokens) -> float:
     keys_and_values = groups * (config.query_width + config.value_width)
     of_token = 4 * config.num_attention_heads * config.query_width + (8 + count_bytes(config)) * keys_and_values
     return tokens.all / ranks * of_token
+
+
+def _keep_scores(config: Config, tokens: Tokens) -> Iterator[Kept]:
+    if tokens.scored:
+        # Torch's own form works in float32.
+        width = 4 if config.attention_backend == "unfused" else count_bytes(config)
+        pairs = tokens.all * tokens.scored * config.num_attention_heads / config.tensor_model_parallel_size
+        yield Kept("attention probabilities", pairs * width, "core_attn", "core_attn", has_gradient=True)
 
 
 def _keep_output(config: Config, tokens: Tokens) -> Iterator[Kept]:

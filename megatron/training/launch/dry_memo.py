@@ -45,6 +45,8 @@ class OperationMemo:
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], _Entry] = {}
         self._unfit: set[Any] = set()
+        self._fields: dict[torch.device, dict[str, Any]] = {}
+        """Device -> attributes of a fake tensor that nothing is known of."""
 
     def find_key(self, func: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...] | None, list[FakeTensor]]:
         """Return a key for the operation, None where its result is not to be remembered; and its tensors, in order."""
@@ -53,14 +55,14 @@ class OperationMemo:
             return None, tensors
         parts: list[Any] = [func]
         fits = _describe(args, parts, tensors) and (not kwargs or _describe(list(kwargs.items()), parts, tensors))
-        return (tuple(parts) if fits and tensors else None), tensors
+        return (tuple(parts) if fits else None), tensors
 
     def recall(self, key: tuple[Any, ...], tensors: Sequence[FakeTensor]) -> tuple[Any, int] | None:
         """Return the result for these tensors and its FLOPs; None where the key is new."""
         entry = self._known.get(key)
         if entry is None:
             return None
-        made = [None if spec is None else _make(spec, tensors) for spec in entry.results]
+        made = [None if spec is None else self._make(spec, tensors) for spec in entry.results]
         return (made[0] if entry.form is None else entry.form(made)), entry.flops
 
     def remember(self, key: tuple[Any, ...], tensors: Sequence[FakeTensor], result: Any, flops: int) -> None:
@@ -74,6 +76,28 @@ class OperationMemo:
             self._unfit.add(func)
             return
         self._known[key] = _Entry(form, specs, flops)
+
+    def _make(self, spec: _Spec, tensors: Sequence[FakeTensor]) -> FakeTensor:
+        if spec.is_operand:
+            assert spec.operand is not None
+            return tensors[spec.operand]
+        mode = tensors[0].fake_mode if tensors else torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        fields = self._fields.get(spec.device)
+        with torch._C._DisableTorchDispatch():
+            if fields is None or fields["fake_mode"] is not mode:
+                fields = dict(vars(FakeTensor(mode, torch.empty(0, device="meta"), spec.device)))
+                self._fields[spec.device] = fields
+            if spec.operand is None:
+                made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
+            else:
+                made = torch.empty(0, dtype=spec.dtype, device="meta")
+                made.set_(tensors[spec.operand].untyped_storage(), spec.offset, spec.shape, spec.stride)
+            # What the constructor does, but for its checks, which take most of the time of a dry run.
+            result: FakeTensor = torch.Tensor._make_subclass(
+                FakeTensor, made, False, dispatch_device=True, device_for_backend_keys=spec.device
+            )
+        vars(result).update(fields)
+        return result
 
 
 def _name(func: Any) -> str:
@@ -122,16 +146,3 @@ def _specify(value: Any, tensors: Sequence[FakeTensor]) -> _Spec | None:
     if value.storage_offset() or storage.nbytes() != whole:
         return None
     return _Spec(None, False, shape, stride, 0, value.dtype, device)
-
-
-def _make(spec: _Spec, tensors: Sequence[FakeTensor]) -> FakeTensor:
-    if spec.is_operand:
-        assert spec.operand is not None
-        return tensors[spec.operand]
-    with torch._C._DisableTorchDispatch():
-        if spec.operand is None:
-            made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
-        else:
-            made = torch.empty(0, dtype=spec.dtype, device="meta")
-            made.set_(tensors[spec.operand].untyped_storage(), spec.offset, spec.shape, spec.stride)
-    return FakeTensor(tensors[0].fake_mode, made, spec.device)

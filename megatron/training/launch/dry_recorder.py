@@ -29,7 +29,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from megatron.core.kernels import launching
-from megatron.core.tensor_parallel import cross_entropy, products
+from megatron.core.ssm import by_tokens, convolution, linear_attention
+from megatron.core.tensor_parallel import cross_entropy, parameters, products
 from megatron.core.transformer import norms
 from megatron.core.transformer.core_attention import select
 from megatron.core.transformer.core_attention.block_kernels import CPUFlashKernel, Gradients, Rule
@@ -42,6 +43,10 @@ _NO_KERNELS = frozenset(
     """alias as_strided detach empty empty_like empty_strided lift_fresh new_empty new_empty_strided resize_ set_
     _unsafe_view wait_tensor""".split()
 )
+_ASK_WHERE = (
+    products, cross_entropy, norms, launching, permutation, by_tokens, convolution, linear_attention,
+)  # fmt: skip
+"""Modules that ask what they compute on, and take and leave other memory in the kernels of a GPU."""
 _ATTENTION = {
     "_scaled_dot_product_flash_attention_for_cpu": 0, "_scaled_dot_product_flash_attention_for_cpu_backward": 1,
 }  # fmt: skip
@@ -81,6 +86,11 @@ class DryRecorder(TorchDispatchMode):
         self._memo = memo or OperationMemo()
         self._handles: dict[Any, Any] = {}
         """Collective -> what its caller waits for; it has ended before it began, and serves again."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled here, and to make sure of it takes longer than most operations.
+        return False
 
     def restart(self) -> None:
         """Count from here; what lives goes on living."""
@@ -277,15 +287,18 @@ def ready(recorder: DryRecorder) -> Iterator[None]:
         # One byte an element says what a GPU's kernel has dropped; the CPU keeps the factors themselves.
         return torch.native_dropout(x, p, True)[0] if training and p > 0.0 else x
 
+    def draw(*arguments: Any) -> None:
+        # A start for each expert of each layer, of which nothing would be left.
+        return None
+
     stand_ins: list[tuple[Any, str, Any]] = [
         (dist, "all_gather_object", all_gather_object), (dist, "broadcast_object_list", broadcast_object_list),
         (FakeTensor, "tolist", lambda tensor: recorder.read(tensor, True)),
         (torch.UntypedStorage, "data_ptr", find_address), (F, "rms_norm", rms_norm),
         (F, "scaled_dot_product_attention", attend), (F, "dropout", drop),
-        # Where the program asks on what it computes: in the kernels of a GPU, which take and leave other memory.
-        (products, "is_cpu", _is_never_cpu), (cross_entropy, "is_cpu", _is_never_cpu), (norms, "is_cpu", _is_never_cpu),
-        (launching, "is_cpu", _is_never_cpu), (launching, "launch", launch), (permutation, "is_cpu", _is_never_cpu),
-        (products, "has_wide_sums", lambda device, dtype: True), (select, "CPUFlashKernel", _FilledUp),
+        *((module, "is_cpu", _is_never_cpu) for module in _ASK_WHERE), (launching, "launch", launch),
+        (parameters, "_draw", draw), (select, "CPUFlashKernel", _FilledUp),
+        (products, "has_wide_sums", lambda device, dtype: True),
         (launching, "kernels_work", lambda device: importlib.util.find_spec("triton") is not None),
         (grouped_products, "grouped_mm_works", lambda widths, dtype, device: dtype == torch.bfloat16),
     ]  # fmt: skip

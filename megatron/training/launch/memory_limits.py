@@ -24,8 +24,10 @@ from megatron.core.host_memory import name_machine, read_host_memory
 from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import Group
 from megatron.planner.levers import Lever, list_levers
-from megatron.planner.memory import MemoryEstimate, Workload, estimate_memory
+from megatron.planner.memory import Workload
 from megatron.planner.state_memory import count_copies, count_element_bytes
+from megatron.planner.step_memory import StepMemory, find_fullest, predict_step_memory
+from megatron.planner.step_time import shorten
 from megatron.training.config.container import RunConfig
 from megatron.training.config.run_groups import group_classes, groups_of_fields
 
@@ -114,50 +116,65 @@ def read_total_memory() -> tuple[int, str]:
 
 
 def suggest_levers(config: RunConfig, workload: Workload | None, *, is_one_tensor: bool = False) -> str:
-    """Return what the formulas say of the run, and the cheapest settings that make it need less and train the same
+    """Return what the planner says of the run, and the cheapest settings that make it need less and train the same
     model.
 
-    workload: None for a model that the formulas are not about. is_one_tensor: a single tensor is too large, so that
+    workload: None for a model that the planner does not know. is_one_tensor: a single tensor is too large, so that
     keeping fewer of them does not help.
     """
     if workload is None:
         return "use more processes, or a smaller model"
-    now = estimate_memory(config.model, config.ddp, workload)
+    now = _predict(config, workload)
     # Then no saving of activations is enough, however large.
-    weights_are_too_many = now.weight_and_optimizer > read_total_memory()[0]
-    found = [
-        f"{_write_changes(config, lever)} ({format_bytes(lever.saved_bytes)} less)"
-        for lever in list_levers(config.model, config.ddp, workload)
-        if lever.saved_bytes >= _LEAST_SHARE * now.total
-        and not (weights_are_too_many and lever.of_activations)
-        and (lever.shrinks_tensors or not is_one_tensor)
-        and not (lever.needs_gpu and device_module.is_cpu(device_module.current_device()))
-        and _is_possible(config, lever)
-    ]
-    estimate = _describe_estimate(now)
+    weights_are_too_many = now.state > read_total_memory()[0]
+    found = []
+    for lever in list_levers(config.model, config.ddp, workload):
+        if (is_one_tensor and not lever.shrinks_tensors) or (
+            lever.needs_gpu and device_module.is_cpu(device_module.current_device())
+        ):
+            continue
+        then = _pull(config, workload, lever)
+        if then is None or (weights_are_too_many and then.state >= now.state):
+            continue
+        saved = now.total - then.total
+        if saved >= _LEAST_SHARE * now.total:
+            found.append(f"{_write_changes(config, lever)} ({format_bytes(saved)} less)")
+    estimate = (
+        f"estimated for each process: {format_bytes(now.state)} of weights, gradients and optimizer state, "
+        f"{format_bytes(now.activations)} of activations"
+    )
     if not found:
         return f"{estimate}; no setting makes it less for the same model: use more processes, or a smaller model"
     return f"{estimate}; cheapest first: {', '.join(found[:_NUM_LEVERS])}"
 
 
-def _describe_estimate(memory: MemoryEstimate) -> str:
-    return (
-        f"estimated for each process: {format_bytes(memory.weight_and_optimizer)} of weights, gradients and optimizer "
-        f"state, {format_bytes(memory.activations)} of activations"
-    )
+def _predict(config: RunConfig, workload: Workload) -> StepMemory:
+    """What a step holds on the fullest stage."""
+    few = dataclasses.replace(workload, num_microbatches=shorten(config.model, workload.num_microbatches))
+    return find_fullest(predict_step_memory(config.model, config.ddp, config.optimizer, few))
 
 
-def _is_possible(config: RunConfig, lever: Lever) -> bool:
-    """Return whether the run's other settings allow the change."""
+def _pull(config: RunConfig, workload: Workload, lever: Lever) -> StepMemory | None:
+    """What a step would hold with the lever's changes; None where the run's other settings do not allow them."""
     changes: dict[str, dict[str, Any]] = {}
     for name, value in lever.changes.items():
         changes.setdefault(groups_of_fields()[name], {})[name] = value
     try:
         groups = {group: dataclasses.replace(getattr(config, group), **values) for group, values in changes.items()}
-        dataclasses.replace(config, **groups)
+        changed = dataclasses.replace(config, **groups)
     except (ConfigError, ValueError, TypeError):
-        return False
-    return True
+        return None
+    size, replicas = changed.training.micro_batch_size or 1, changed.data_parallel_size
+    samples = workload.num_microbatches * workload.micro_batch_size * workload.data_parallel_size
+    optimizer = changed.optimizer
+    return _predict(
+        changed,
+        dataclasses.replace(
+            workload, micro_batch_size=size, data_parallel_size=replicas,
+            num_microbatches=max(1, samples // (size * replicas)),
+            offloaded_state=optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0,
+        ),
+    )  # fmt: skip
 
 
 def _write_changes(config: RunConfig, lever: Lever) -> str:

@@ -188,4 +188,4 @@ def report_theoretical_memory(args: Namespace, num_microbatches: int | None = No
     """Print what a process of this layout holds, by formula. verbose: all lines are printed anyway."""
     config: RunConfig = args.run_config
     workload = describe_gpt_workload(config, args.padded_vocab_size or args.vocab_size, num_microbatches or 1)
-    print(describe_memory(estimate_memory(config.model, config.ddp, workload, as_reference=True), config.model))
+    print(describe_memory(estimate_memory(config.model, config.ddp, workload), config.model))

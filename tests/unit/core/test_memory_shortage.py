@@ -144,9 +144,9 @@ def test_a_failure_of_nccl_in_a_step_is_one_that_may_pass() -> None:
     assert found.value.exit_code == 75
 
 
-def levers(flags: str, world_size: int = 1, *, is_one_tensor: bool = False) -> str:
+def levers(flags: str, world_size: int = 1, *, is_one_tensor: bool = False, vocab: int = 64) -> str:
     config = read_run_config([*FLAGS.split(), *flags.split()], {"WORLD_SIZE": str(world_size)})
-    return suggest_levers(config, describe_gpt_workload(config, 64), is_one_tensor=is_one_tensor).partition("; ")[2]
+    return suggest_levers(config, describe_gpt_workload(config, vocab), is_one_tensor=is_one_tensor).partition("; ")[2]
 
 
 def test_levers_are_those_not_in_use_and_possible() -> None:
@@ -169,11 +169,12 @@ def test_levers_are_those_not_in_use_and_possible() -> None:
     assert "--micro-batch-size 2" in levers(tp, 4, is_one_tensor=True)
     experts = "--micro-batch-size 1 --num-experts 4 --seq-length 1024 --max-position-embeddings 1024"
     assert "--recompute-granularity full" in levers(experts)
-    # Three of four chunks of the logits, 2 bytes each, of 4096 positions and a vocabulary of 64.
+    # Of logits that are more than what a layer's backward holds; one sequence has a single chunk.
     long = "--micro-batch-size 1 --seq-length 4096 --max-position-embeddings 4096"
-    assert levers(long).startswith("cheapest first: --loss-chunk-size 1024 (393.2 KB less)")
-    assert "--loss-chunk-size" not in levers(experts), "a single chunk"
-    assert "--loss" not in levers(f"{long} --loss-chunk-size 2048")
+    assert levers(long, vocab=8192).startswith("cheapest first: --loss-chunk-size 1024 (")
+    assert "--loss-chunk-size" not in levers(long), "layers hold more"
+    assert "--loss-chunk-size" not in levers(experts, vocab=8192), "a single chunk"
+    assert "--loss" not in levers(f"{long} --loss-chunk-size 2048", vocab=8192)
 
 
 def test_no_lever_on_activations_where_the_weights_are_too_many(limit: Limit) -> None:

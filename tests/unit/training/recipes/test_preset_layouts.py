@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.planner.memory import MemoryEstimate, estimate_memory
+from megatron.cli.plan_search import GAPS
+from megatron.planner.devices import find_device
+from megatron.planner.step_memory import find_fullest, predict_step_memory
+from megatron.planner.step_time import shorten
 from megatron.training.config.container import RunConfig
 from megatron.training.flags.read import examine, read_run_config
 from megatron.training.recipes.gpt import describe_gpt_workload
@@ -15,8 +18,7 @@ from megatron.training.recipes.layouts import LAYOUTS, Layout, choose_layout
 
 PAGE = Path(__file__).parents[4] / "docs" / "choosing_a_layout.md"
 GIGABYTE = 10**9
-MOST_BYTES = 72 * GIGABYTE
-"""Of 80 GB; the rest is for what no formula counts, such as NCCL's buffers and an allocator's holes."""
+DEVICE = find_device("h100")
 RUN = "--bf16 --lr 1e-4 --train-iters 10 --mock-data --tokenizer-type NullTokenizer"
 CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
 
@@ -30,15 +32,18 @@ def read(name: str, layout: Layout, gpus: int, flags: str = "") -> RunConfig:
     return read_run_config(words.split(), {"WORLD_SIZE": str(gpus)})
 
 
-def estimate(config: RunConfig) -> MemoryEstimate:
-    return estimate_memory(config.model, config.ddp, describe_gpt_workload(config, config.tokenizer.vocab_size or 0))
+def predict_bytes(config: RunConfig) -> float:
+    batch = 2 * config.model.pipeline_model_parallel_size
+    workload = describe_gpt_workload(config, config.tokenizer.vocab_size or 0, shorten(config.model, batch))
+    return find_fullest(predict_step_memory(config.model, config.ddp, config.optimizer, workload)).total
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=lambda case: case if isinstance(case, str) else str(case.gpus))
 def test_each_layout_is_legal_and_fits(name: str, layout: Layout) -> None:
     config = read(name, layout, layout.gpus)
     assert config.data_parallel_size * layout.tp * layout.pp * layout.cp == layout.gpus
-    assert estimate(config).total < MOST_BYTES
+    beside = DEVICE.reserved_bytes + 6 * DEVICE.communicator_bytes
+    assert predict_bytes(config) * GAPS + beside < DEVICE.memory_bytes
     # More GPUs are more replicas of it.
     more = read(name, layout, 3 * layout.gpus)
     assert choose_layout(name, 3 * layout.gpus) != layout or more.data_parallel_size == 3 * config.data_parallel_size
@@ -78,9 +83,9 @@ def test_without_a_layout_there_is_a_sentence(flags: str, gpus: int, sentence: s
 
 
 def format_row(name: str, layout: Layout) -> str:
-    memory = estimate(read(name, layout, layout.gpus))
+    memory = predict_bytes(read(name, layout, layout.gpus))
     axes = (layout.tp, layout.pp, layout.layers_per_chunk or "-", layout.cp, layout.ep)
-    cells = (layout.gpus, *axes, layout.micro_batch_size, layout.seq_length, f"{memory.total / GIGABYTE:.0f}")
+    cells = (layout.gpus, *axes, layout.micro_batch_size, layout.seq_length, f"{memory / GIGABYTE:.0f}")
     return f"| {name} | " + " | ".join(map(str, cells)) + " |"
 
 
