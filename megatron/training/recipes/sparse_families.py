@@ -14,12 +14,11 @@ _DEFAULTS: Fields = size(61, 7168, 18432, 128, 128, 163840) | {
     "attention_bias": False, "mlp_bias": False, "moe_intermediate_size": 2048, "n_shared_experts": 1,
     "n_routed_experts": 256, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8,
     "norm_topk_prob": True, "mlp_layer_types": None, "first_k_dense_replace": 3, "layer_types": None,
-    "num_nextn_predict_layers": 0, "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64,
+    "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64,
 }  # fmt: skip
 _GLM_DEFAULTS: Fields = _DEFAULTS | size(78, 6144, 12288, 64, 64, 202752) | {
     "rms_norm_eps": 1e-5, "q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256, "n_group": 1,
-    "topk_group": 1, "index_n_heads": 32, "indexer_types": None, "index_topk_pattern": None, "index_topk_freq": 1,
-    "index_skip_topk_offset": 2,
+    "topk_group": 1, "index_n_heads": 32, "indexer_types": None,
 }  # fmt: skip
 _INDEXER = (
     Setting("index_n_heads", "--dsa-indexer-n-heads", needed=True),
@@ -52,8 +51,8 @@ def _complete_sparse(fields: Fields) -> Fields:
 
 def _complete_glm(fields: Fields) -> Fields:
     """Fill in how often layers have an indexer, which a file may say in three ways."""
-    types, pattern, layers = fields.pop("indexer_types"), fields.pop("index_topk_pattern"), list_layers(fields)
-    every, first = fields["index_topk_freq"] or 1, fields["index_skip_topk_offset"] or 0
+    types, pattern, layers = fields.pop("indexer_types"), fields.pop("index_topk_pattern", None), list_layers(fields)
+    every, first = max(fields.get("index_topk_freq", 1), 1), fields.get("index_skip_topk_offset", 2)
     if types is None:
         words = {"F": "full", "S": "shared"}
         types = [words.get(letter, letter) for letter in pattern] if pattern else _list_types(layers, every, first)
@@ -93,6 +92,6 @@ SPARSE_FAMILIES: tuple[Family, ...] = (
         ),
         rows=EXPERT_BIAS | PREDICTION_ROWS | _INDEXER_ROWS, other_names=ROUTED,
         complete=_complete_glm, defaults=_GLM_DEFAULTS,
-        expects={"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+        expects={"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "index_topk_pattern": None},
     ),
 )  # fmt: skip
