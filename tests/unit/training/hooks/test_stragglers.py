@@ -14,7 +14,8 @@ import pytest
 from megatron.training.config.reliability import ReliabilityConfig
 from megatron.training.hooks.stragglers import RankTimes, StragglerHook, describe_times, find_slow_ranks, find_suspects
 from megatron.training.hooks.work_clock import OWN_WORK, PhaseTime, _summarise
-from tests.functional.pretrain_runs import TINY, free_port, metrics, run, run_ranks
+from tests.functional.pretrain_runs import ROOT, TINY, environment, finish, free_port, metrics, run, run_ranks
+from tests.programs import Program
 
 _USUAL = {"data": 1.0, "forward": 10.0, "backward": 20.0, "optimizer": 4.0, "communication": 5.0}
 
@@ -106,6 +107,24 @@ def test_R6_a_run_names_the_rank_that_is_slow(tmp_path: Path) -> None:
     phases = outcome.stdout.partition("own work in an iteration, ")[2].splitlines()[0]
     assert all(float(ms) > 0 for ms in re.findall(r"(?:forward|backward|optimizer) ([0-9.]+) and", phases)), phases
     assert named.startswith(f"warning: rank 1 ({socket.gethostname()}) is slow in forward: ")
+
+
+def test_R6_a_rank_that_is_slower_by_three_tenths_is_named_within_three_reports() -> None:
+    flags = [*TINY, "--hidden-size", "64", "--train-iters", "40", "--global-batch-size", "6", "--log-interval", "10"]
+    slow = ["--log-straggler", "--straggler-ctrlr-port", free_port(), "--simulate-fault", "slow:1,1,1.3"]
+    job = {"WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    program = str(ROOT / "tests/faults/slow_rank.py")
+    ranks = [
+        Program([program, *flags, *slow], environment({"RANK": str(rank), "LOCAL_RANK": str(rank), **job}), ROOT)
+        for rank in range(3)
+    ]
+    first, *others = finish(ranks)
+    assert [rank.returncode for rank in (first, *others)] == [0, 0, 0], first.stderr
+    named = re.findall(r"rank (\d+) \(\S+\) is slow in (\w+)", first.stdout)
+    assert ("1", "forward") in named, first.stdout
+    assert {rank for rank, _ in named} == {"1"}, first.stdout
+    # Before the fourth report.
+    assert "is slow" in "MnRtt/Rnk".join(first.stdout.split("MnRtt/Rnk")[:4])
 
 
 @pytest.mark.flags("--disable-straggler-on-startup")
