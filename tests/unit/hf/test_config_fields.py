@@ -102,8 +102,15 @@ def agree(found: Any, expected: Any) -> bool:
         ("olmo3", {"rope_parameters": ABSENT, "rope_scaling": {"rope_type": "yarn", "factor": 4.0,
                                                              "original_max_position_embeddings": 16}}, "ran"),
         ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": 3.0, "factor": 1.0}}, "refused"),
+        # Earlier forms of layers, widths that follow from others, shares of a softmax that are not divided.
+        ("falcon", {"new_decoder_architecture": False, "num_ln_in_parallel_attn": ABSENT}, "ran"),
+        ("lfm2", {"block_auto_adjust_ff_dim": True, "block_multiple_of": 8}, "ran"),
+        ("mistral4", {"norm_topk_prob": False}, "ran"),
+        ("cohere2_moe", {"rope_parameters": ABSENT, "rope_scaling": {"type": "linear", "factor": 4.0}}, "refused"),
         # What no flag can follow.
         ("llama", {"mlp_bias": True}, "refused"),
+        ("falcon", {"alibi": True}, "refused"),
+        ("cohere", {"use_qk_norm": True}, "refused"),
         ("gemma2", {"use_bidirectional_attention": True}, "refused"),
         ("gpt_oss", {"swiglu_limit": 3.0}, "refused"),
         ("olmoe", {"clip_qkv": 0.5}, "refused"),
