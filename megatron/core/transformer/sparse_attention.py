@@ -225,9 +225,8 @@ class SparseSelfAttention(MLASelfAttention):
             with self._keep_or_make_again(heads, latents, rotation):
                 context = self._attend(*heads, inputs, chosen)
             if vectors is not None:
-                with torch.no_grad():
-                    turned = positions if rotation is None else apply_rotary(positions, rotation)
-                    wide = self._absorb(heads[0]), self._gather_keys(latent, turned)
+                turned = positions if rotation is None else apply_rotary(positions, rotation)
+                wide = self._absorb(heads[0]), self._gather_keys(latent, turned)
         if vectors is None:
             return context
         among = chosen if self.config.dsa_indexer_use_sparse_loss else None

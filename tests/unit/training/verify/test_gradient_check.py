@@ -30,6 +30,10 @@ ROPE = "--position-embedding-type rope --normalization RMSNorm"
 GATED = "--swiglu --ffn-hidden-size 24 --disable-bias-linear --untie-embeddings-and-output-weights"
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 12"
 LATENT = "--multi-latent-attention --kv-lora-rank 11 --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 5"
+SPARSE = (
+    f"{LATENT} --q-lora-rank 13 --qk-layernorm --experimental-attention-variant dsa --dsa-indexer-n-heads 3 "
+    "--dsa-indexer-head-dim 8 --dsa-indexer-topk 4 --dsa-indexer-loss-coeff 0.7"
+)
 FORMS = {
     # Mixers, with one feed-forward form after the other.
     "learned positions, gelu, dropout": "--hidden-dropout 0.2 --attention-dropout 0.2",
@@ -55,6 +59,9 @@ FORMS = {
     "--attn-temperature-floor 4 --attn-temperature-scale 0.1",
     "latent attention": f"{ROPE} {GATED} {LATENT} --q-lora-rank 13 --qk-layernorm",
     "latent attention of full queries": f"{ROPE} {GATED} {LATENT} --attention-backend unfused",
+    "sparse attention, dense loss": f"{ROPE} {GATED} {SPARSE}",
+    "sparse attention, shared choice": f"{ROPE} {GATED} {SPARSE} --dsa-indexer-use-sparse-loss --num-layers 2 "
+    "--calculate-per-token-loss --dsa-indexer-topk-freq 2",
     # Feed-forward layers of experts, and what is added to the loss.
     "experts, all losses": f"{ROPE} {GATED} {EXPERTS} --moe-router-load-balancing-type aux_loss seq_aux_loss "
     "global_aux_loss --moe-aux-loss-coeff 0.1 0.2 0.3 --moe-z-loss-coeff 0.01",
