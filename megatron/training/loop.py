@@ -73,4 +73,8 @@ def evaluate(run: Run, batches: Iterator[Batch], iterations: int) -> dict[str, f
         ).loss_dicts
     for chunk in run.model:
         chunk.train()
-    return {name: float(loss) for name, loss in reduce_losses(run, loss_dicts).items()}
+    losses = {name: float(loss) for name, loss in reduce_losses(run, loss_dicts).items()}
+    if run.outer is None:
+        return losses
+    about = f"evaluation after {run.progress.iteration}"
+    return dict(zip(losses, run.outer.average(about, list(losses.values())), strict=True))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from megatron.core.dist_checkpointing.directory_lock import DirectoryLock
     from megatron.core.distributed.model_chunk import ModelChunk
+    from megatron.core.many_sites.outer_optimizer import OuterOptimizer
     from megatron.core.num_microbatches_calculator import NumMicrobatchesCalculator
     from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -190,6 +191,8 @@ class Run:
     """Of the parts of a step; --timing-log-level says which of them run."""
     flops_per_token: float | None
     """Floating-point operations of the whole model for one token, forward and backward; None where they are unknown."""
+    outer: OuterOptimizer | None = None
+    """With --diloco-replicas: the exchange with the other sites."""
     plans: StepPlans | None = None
     """With --hybrid-context-parallel: which conversations of a step share a microbatch, and on which ranks."""
     evaluation_shape: Sequence[int] | None = None
@@ -282,6 +285,13 @@ class Run:
     def read_metrics(self) -> None:
         """Read the values recorded so far and hand them to the hooks. Waits for the device; all ranks call this."""
         rows = self.metrics.read()
+        if rows and self.outer is not None:
+            means = self.outer.average(
+                f"iteration {rows[-1].iteration}", [v for row in rows for v in row.losses.values()]
+            )
+            for row in rows:
+                row.losses = {name: means.pop(0) for name in row.losses}
+                row.values |= row.losses
         if rows:
             self.hooks.on_metrics(self, rows)
 

@@ -52,6 +52,7 @@ from megatron.training.hooks.dispatch import Hooks
 from megatron.training.launch.crash_loop import refuse_crash_loop
 from megatron.training.launch.initialize import Process
 from megatron.training.launch.memory_limits import refuse_oversize
+from megatron.training.launch.sites import build_outer_optimizer
 from megatron.training.metrics import Metrics
 from megatron.training.recipes.attention_logits import AttentionLogits
 from megatron.training.recipes.recipe import Recipe
@@ -122,6 +123,7 @@ def build_run(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequen
     optimizer.use_timers(timers)
     if config.training.dump_param_to_param_group_map is not None:
         write_param_group_map(config.training.dump_param_to_param_group_map, optimizer, groups)
+    outer = build_outer_optimizer(config, process.launch, optimizer, process.meeting_point)
     executor = build_executor(config, process, model, batch_size, optimizer)
     run = Run(
         config=config,
@@ -141,6 +143,7 @@ def build_run(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequen
         data=TrainingData(
             dict(zip(SPLITS, datasets, strict=True)), settings, planned=None if plans is None else plans.batches
         ),
+        outer=outer,
         plans=plans,
         progress=progress,
         hooks=Hooks(hooks),

@@ -13,6 +13,7 @@ layer has its own entry instead of a slice of a tensor stacked over layers.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -233,6 +234,10 @@ def _entry(
     return ShardedTensor.from_placement(data, placement, prefix=prefix, fallback=fallback)
 
 
+OUTER_PREFIX = "outer_"
+"""Begin of the names of what a run on several sites keeps beside the optimizer's state; other runs have none of it."""
+
+
 def optimizer_state(
     named_state: Mapping[str, Mapping[str, Tensor]],
     placements: Mapping[str, Placement],
@@ -251,7 +256,7 @@ def optimizer_state(
         for name, data in tensors.items():
             prefix = f"{OPTIMIZER_PREFIX}{_STATE_NAMES.get(name, name)}."
             entry = _entry(data, placement, starts, prefix=prefix, fallback=name == "main_param")
-            state[entry.key] = entry
+            state[entry.key] = dataclasses.replace(entry, is_optional=name.startswith(OUTER_PREFIX))
     return state
 
 

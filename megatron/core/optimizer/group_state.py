@@ -92,6 +92,8 @@ class GroupState:
         # State tensors hold the owned ranges one after another, without the gaps of the buffer; here each range begins.
         self._places = list(itertools.accumulate(lengths, initial=0))[:-1]
         self.tensors = {kind: self.allocate(sum(lengths), dtype) for kind, dtype in kinds.items()}
+        self.companions: dict[str, Tensor] = {}
+        """Tensors like the state's that no update rule knows: checkpoints keep them beside it."""
         self.mirrors_model = False
         """True if the main parameters are the network's own in other memory, and no state of their own."""
         # Filled piece by piece: with a list of copies to join, all of it would be in memory twice for a moment.
@@ -104,6 +106,11 @@ class GroupState:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeros [numel] where the state lies."""
         return torch.zeros(numel, dtype=dtype, device=self.buffer.device)
+
+    def add_companions(self, kinds: Sequence[str]) -> None:
+        """Keep further float32 tensors, zeros at first, of each element that is updated here."""
+        numel = sum(stop - start for start, stop in self.owned)
+        self.companions |= {kind: self.allocate(numel, torch.float32) for kind in kinds}
 
     def allocate_main(self, numel: int, main_dtype: torch.dtype) -> Tensor | None:
         """Memory [numel] for main parameters; None where the network's own are updated."""
@@ -180,7 +187,7 @@ class GroupState:
 
     def named_slices(self) -> Iterator[tuple[str, StateSlice]]:
         """(name in the whole model, state) of every parameter of which this process updates something."""
-        flats = self.tensors
+        flats = self.tensors | self.companions
         if self.main is not None and not self.mirrors_model:
             flats = flats | {"main_param": self.main}
         for name, param, slot, first in self.members:

@@ -337,6 +337,23 @@ class MegatronOptimizer(UpstreamMethods):
                     values.mul_(of_all[first : first + values.numel()].to(values.device))
                     state.note_change()
 
+    @property
+    def states(self) -> Sequence[GroupState]:
+        """What this process updates, by group of parameters and buffer."""
+        return self._states
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the model."""
+        return self._device
+
+    def take_changed_weights(self) -> None:
+        """Let the network see main parameters that somebody has changed between two steps; every process calls this."""
+        for state in self._states:
+            state.note_change()
+            state.copy_main_to_model()
+        self._sync_params()
+
     def named_slices(self) -> dict[str, StateSlice]:
         """The state that this process keeps, by the parameter's name in the whole model."""
         return dict(entry for state in self._states for entry in state.named_slices())
@@ -360,6 +377,9 @@ class MegatronOptimizer(UpstreamMethods):
         """Refresh the model's parameters after a loader has written main parameters; every process calls this."""
         for state in self._states:
             state.take_loaded()
+        self._sync_params()
+
+    def _sync_params(self) -> None:
         for chunk in self.model_chunks:
             chunk.start_param_sync()
             chunk.finish_param_sync()

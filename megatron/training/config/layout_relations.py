@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.config_base import name_multiples
+from megatron.core.config_base import name_divisors, name_multiples
 from megatron.core.context_parallel.planning import count_ranks_of_sample, cutting_problem
 from megatron.core.mesh import find_instances_problem, size_problems
 from megatron.core.optimizer.rule_table import needs_whole_matrices
@@ -29,7 +29,14 @@ def sizes_fit_the_processes(run: RunGroups) -> Iterator[str]:
         "ep": model.expert_model_parallel_size,
         "etp": model.expert_tensor_parallel_size or model.tensor_model_parallel_size,
     }
-    yield from size_problems(run.world_size, sizes)
+    sites = run.sites.sites_of_job
+    if run.world_size % sites:
+        yield (
+            f"{run.say('diloco_replicas')} does not divide the {run.world_size} processes into equal sites; use "
+            f"{name_divisors(run.world_size, sites)}, or a job for each site (--datacenter-id)"
+        )
+    else:
+        yield from size_problems(run.site_size, sizes)
 
 
 def microbatches_fill_the_pipeline(run: RunGroups) -> Iterator[str]:
@@ -281,7 +288,30 @@ def sharding_flag(run: RunGroups) -> str:
 def _replicas(run: RunGroups) -> int | None:
     """Processes that hold the same shard of the model; None where the layout does not fit."""
     # Context-parallel ranks hold the same weights, so parameters are divided over them as well.
-    return run.data_parallel_size * run.model.context_parallel_size if run.is_divisible else None
+    return run.site_replicas * run.model.context_parallel_size if run.is_divisible else None
+
+
+def sites_train_by_themselves(run: RunGroups) -> Iterator[str]:
+    """Yield what several sites cannot be combined with."""
+    if run.sites.diloco_replicas == 1:
+        return
+    several = run.say("diloco_replicas")
+    if run.ddp.use_torch_fsdp2:
+        yield f"{several} cannot be combined with {sharding_flag(run)}; use --use-distributed-optimizer"
+    if run.model.hybrid_context_parallel:
+        yield f"{several} cannot be combined with --hybrid-context-parallel, which plans batches of one job"
+    if run.in_process.inprocess_restart:
+        yield f"{several} cannot be combined with --inprocess-restart; let the launcher start a site again"
+    has_copies = run.ties_embeddings or run.model.mtp_num_layers is not None
+    if (
+        run.sites.diloco_exchange_dtype in ("int8", "e3m0")
+        and has_copies
+        and run.model.pipeline_model_parallel_size > 1
+    ):
+        yield (
+            f"{run.say('diloco_exchange_dtype')} would round the copies of the embedding on two pipeline stages "
+            "differently; use bf16 or fp32, or --untie-embeddings-and-output-weights without --mtp-num-layers"
+        )
 
 
 LAYOUT_RELATIONS = (
@@ -289,5 +319,5 @@ LAYOUT_RELATIONS = (
     documents_are_bounded_in_one_way, conversations_can_be_planned, planned_sequences_fit_the_ranks,
     copies_of_the_optimizer_state_divide_the_replicas, divided_parameters_stand_alone,
     registered_memory_is_not_counted, formats_of_divided_parameters_fit,
-    low_precision_gathers_have_something_to_gather,
+    low_precision_gathers_have_something_to_gather, sites_train_by_themselves,
 )  # fmt: skip

@@ -21,6 +21,7 @@ from megatron.training.config.model import GPTModelFlags
 from megatron.training.config.profiling import ProfilingConfig
 from megatron.training.config.reliability import ReliabilityConfig
 from megatron.training.config.scheduler import SchedulerConfig
+from megatron.training.config.sites import SitesConfig
 from megatron.training.config.training import TrainingConfig, ValidationConfig
 
 
@@ -43,6 +44,7 @@ class RunGroups:
     distributed: DistributedInitConfig = field(default_factory=DistributedInitConfig)
     reliability: ReliabilityConfig = field(default_factory=ReliabilityConfig)
     in_process: InProcessConfig = field(default_factory=InProcessConfig)
+    sites: SitesConfig = field(default_factory=SitesConfig)
     world_size: int = 1
     sources: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -56,14 +58,24 @@ class RunGroups:
 
     @property
     def is_divisible(self) -> bool:
-        """True where the copies of the model use all processes of the job."""
-        return self.world_size % self.processes_per_copy == 0
+        """True where the copies of the model use all processes of the job, as many at each site."""
+        return self.world_size % (self.processes_per_copy * self.sites.sites_of_job) == 0
+
+    @property
+    def site_size(self) -> int:
+        """Processes of this site: all of the job, unless several sites divide them."""
+        return self.world_size // self.sites.sites_of_job
+
+    @property
+    def site_replicas(self) -> int:
+        """Processes of this site that hold the same part of the model and train on other samples."""
+        # At least 1 also for a layout that does not fit, so that rules can still be asked about it.
+        return max(1, self.site_size // self.processes_per_copy)
 
     @property
     def data_parallel_size(self) -> int:
-        """Processes that hold the same part of the model and train on other samples."""
-        # At least 1 also for a layout that does not fit, so that rules can still be asked about it.
-        return max(1, self.world_size // self.processes_per_copy)
+        """The same of all sites together, which share every global batch."""
+        return self.site_replicas * self.sites.diloco_replicas
 
     @property
     def ties_embeddings(self) -> bool:

@@ -99,10 +99,12 @@ def build_loader_settings(
     vocabulary_limit: int,
 ) -> LoaderSettings:
     """The settings of a run on this process. vocabulary_limit: token ids must be below it."""
+    # Each site takes the samples that the same ranks would take if all sites were one job.
+    replicas_before = (config.sites.datacenter_id or 0) * groups.dp.size()
     return LoaderSettings(
         micro_batch_size=batch_size.micro_batch_size,
-        dp_rank=groups.dp.rank(),
-        dp_size=groups.dp.size(),
+        dp_rank=replicas_before + groups.dp.rank(),
+        dp_size=groups.dp.size() * config.sites.diloco_replicas,
         device=device,
         dataloader_type=config.data.dataloader_type or "single",
         num_workers=config.data.num_workers,

@@ -199,7 +199,7 @@ def _sharding(run: RunConfig, given: Set[str]) -> Iterator[str]:
         run.model.gradient_accumulation_fusion = False
     if ddp.use_megatron_fsdp:
         yield from _as_torch_does_it(run, asked)
-    if run.is_divisible and run.data_parallel_size * run.model.context_parallel_size == 1:
+    if run.is_divisible and run.site_replicas * run.model.context_parallel_size == 1:
         yield f"{asked} has no effect: one process holds each parameter, so there is nothing to divide"
         _sum_as_kept(run)
     for name in ("average_in_collective", "pad_buckets_for_high_nccl_busbw"):

@@ -44,6 +44,7 @@ from megatron.training.hooks.replicas import WeightHashHook
 from megatron.training.hooks.routes import RoutingReplayHook, RoutingTraceHook
 from megatron.training.hooks.run_history import EventsHook, TimesHook
 from megatron.training.hooks.simulated_faults import SimulatedFaultsHook
+from megatron.training.hooks.sites import SitesHook
 from megatron.training.hooks.sniff_test import SniffTestHook
 from megatron.training.hooks.stragglers import StragglerHook
 from megatron.training.hooks.validation import ValidationHook
@@ -59,7 +60,7 @@ HOOKS: tuple[type[Hook], ...] = (
     # Phase.WRITE; what the log says is in the file already
     MetricsFileHook, ConsoleHook, EventsHook, AlertsHook, TensorBoardHook, WandbHook, ProgressHistoryHook, LedgerHook,
     # Phase.CONTROL
-    CrashLoopHook, SimulatedFaultsHook, InjectedFaultsHook,
+    CrashLoopHook, SimulatedFaultsHook, InjectedFaultsHook, SitesHook,
     ValidationHook, NonFiniteHook, WeightHashHook, OutlierHook, CollectiveTimeoutHook, FreeMemoryHook,
     GarbageCollectionHook, SniffTestHook,
     EvaluationHook, NonLossDataHook, SkipIterationsHook, ExitHook,

@@ -70,7 +70,8 @@ class StepHook(Hook):
         """Record everything. How long the step took is known only when the device has done it."""
         metrics, memory, tokens = run.metrics, device.read_memory_stats(), result.samples * run.seq_length
         # Per device, as hardware peaks are given.
-        flops = None if run.flops_per_token is None else run.flops_per_token * tokens / run.groups.world.size()
+        devices = run.groups.world.size() * run.config.sites.diloco_replicas
+        flops = None if run.flops_per_token is None else run.flops_per_token * tokens / devices
 
         assert self._began is not None, "a step ends that has not begun"
         # A function, called when values are read: asking now would make the host wait for the step.

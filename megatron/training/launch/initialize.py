@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
 
 from megatron.core import device as device_module
 from megatron.core.collectives import all_reduce
@@ -44,6 +45,7 @@ from megatron.training.launch.launch import Launch, add_world_size, read_launch
 from megatron.training.launch.presence import Presence
 from megatron.training.launch.rendezvous import StartupCheck, open_store
 from megatron.training.launch.seat import Seat
+from megatron.training.launch.sites import MeetingPoint, find_meeting_point, take_site
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ class Process:
     """With several processes: those of its groups."""
     watch: HangWatch | None = None
     """With several processes: what tells when the job is hung, and for whom it waits."""
+    meeting_point: MeetingPoint | None = None
+    """Of the sites among which the ranks of one job were divided."""
 
 
 def initialize(config: RunConfig, seat: Seat | None = None) -> Process:
@@ -76,6 +80,7 @@ def initialize(config: RunConfig, seat: Seat | None = None) -> Process:
     launch = find_launch() if seat is None else seat.launch
     if seat is not None:
         _tell_environment(seat)
+    launch = take_site(config, launch)
     if dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) != (launch.rank, launch.world_size):
         raise ConfigError(
             f"torch.distributed runs as rank {dist.get_rank()} of {dist.get_world_size()}, and the environment says "
@@ -107,9 +112,19 @@ def initialize(config: RunConfig, seat: Seat | None = None) -> Process:
     if launch.agent_store and seat is None and not dist.is_initialized():
         # torchrun itself may be killed. What it has started would train on, while it is started again beside it.
         end_with_parent(os.getppid())
-    presence = watch = connections = None
-    if launch.world_size > 1 and not dist.is_initialized():
-        presence, watch, connections = _join(config, launch, seat, device)
+    presence = watch = connections = meeting_point = None
+    is_joined = dist.is_initialized()
+    store = None if seat is None else seat.store
+    if store is None and not is_joined and (launch.whole or launch).world_size > 1:
+        store = open_store(launch.whole or launch, timeout.total_seconds())
+    if launch.whole is not None:
+        if store is None:
+            raise ConfigError("--diloco-replicas divides the ranks into sites itself; leave init_process_group() to us")
+        meeting_point = find_meeting_point(launch, store)
+        store = PrefixStore(f"site{config.sites.datacenter_id}", store)
+    if launch.world_size > 1 and not is_joined:
+        assert store is not None
+        presence, watch, connections = _join(config, launch, seat, device, store)
     with contextlib.nullcontext() if connections is None else connections.noting():
         urgent = config.distributed.high_priority_stream_groups
         groups = ProcessGroupCollection.build(grid, launch.rank, timeout, urgent)
@@ -120,16 +135,15 @@ def initialize(config: RunConfig, seat: Seat | None = None) -> Process:
     groups.set_current()
     # Needs the groups: which random numbers a process draws depends on its place in the layout.
     set_seeds(config.model.seed, groups)
-    return Process(launch, device, groups, tuple(notes), presence, connections, watch)
+    return Process(launch, device, groups, tuple(notes), presence, connections, watch, meeting_point)
 
 
 def _join(
-    config: RunConfig, launch: Launch, seat: Seat | None, device: torch.device
+    config: RunConfig, launch: Launch, seat: Seat | None, device: torch.device, store: Store
 ) -> tuple[Presence, HangWatch | None, Connections]:
     """Meet the other processes in torch's default group, and watch over each other."""
     timeout = timedelta(minutes=config.distributed.distributed_timeout_minutes)
     backend = config.distributed.distributed_backend or device_module.choose_backend(device)
-    store = open_store(launch, timeout.total_seconds()) if seat is None else seat.store
     patience = timeout.total_seconds() if seat is None else seat.patience_seconds
     # Ranks with different flags would hang in a collective that only some of them reach; here they get a sentence.
     gpu = device_module.identify_gpu(device) if backend == "nccl" else None

@@ -51,6 +51,8 @@ class Launch:
     """True for the one process that acts for all of the job on its host; that of local rank 0 when None."""
     job: str = "N/A"
     """SLURM's id of the job."""
+    whole: Launch | None = None
+    """Place among the ranks of all sites, where this job is one of several sites that were started as one job."""
     node: str = "0"
     """Number of this node among those of the launcher (torchrun's agents, SLURM's nodes), where that says it."""
 

@@ -72,7 +72,7 @@ def _count_training_bytes(config: RunConfig, parameter: nn.Parameter, own_optimi
     # The host's memory is asked for where it is taken.
     offloads = optimizer.optimizer_cpu_offload and not device_module.is_cpu(device_module.current_device())
     offloaded = optimizer.optimizer_offload_fraction if offloads else 0.0
-    copies = count_copies(config.model, config.data_parallel_size, of_experts=get_placement(parameter, "").is_expert)
+    copies = count_copies(config.model, config.site_replicas, of_experts=get_placement(parameter, "").is_expert)
     # Of a program's own optimizer, of whose state nothing is known, none counts.
     each = count_element_bytes(
         ddp, optimizer, weight=weight, gradient=gradient, copies=copies, offloaded=1.0 if own_optimizer else offloaded

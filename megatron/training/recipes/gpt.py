@@ -176,7 +176,7 @@ def describe_gpt_workload(config: RunConfig, padded_vocab_size: int, num_microba
         seq_length=config.data.seq_length or 1,
         micro_batch_size=micro_batch_size,
         num_microbatches=num_microbatches,
-        data_parallel_size=replicas,
+        data_parallel_size=config.site_replicas,
         offloaded_state=config.optimizer.optimizer_offload_fraction if config.optimizer.optimizer_cpu_offload else 0.0,
     )
 

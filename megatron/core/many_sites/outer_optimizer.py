@@ -1,0 +1,551 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DiLoCo: local steps at each site, and an outer step on what the sites have learnt (Douillard et al., 2023; streaming:
+Douillard et al., 2025).
+
+Of each fragment of the weights a site keeps the values at the last outer step (`outer_weight`) and the outer momentum.
+When a fragment is due, every site sends outer_weight - weight, and the mean d over the sites updates both:
+
+    momentum     <- mu momentum + d
+    outer_weight <- outer_weight - eta (d + mu momentum)
+    weight       <- alpha weight + (1 - alpha) outer_weight
+
+The exchange may go on beside the next tau steps; its result is then applied to the weights of that time. The first site
+decides which sites take part in an outer step and sends the mean; all sites make the same update from the same bytes. A
+site that has missed one is given the outer state at its next exchange. A first site that comes back from an old
+checkpoint is given it by another one.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.core.collectives import all_reduce, broadcast, broadcast_object
+from megatron.core.dist_checkpointing.mapping import OUTER_PREFIX
+from megatron.core.many_sites.exchange import Exchange
+from megatron.core.many_sites.formats import BLOCK, LOSSY, ExchangeFormat, count_bytes, count_padded, decode, encode
+from megatron.core.optimizer.group_state import GroupState
+from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer
+from megatron.core.process_groups_config import Group
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_WEIGHT, _MOMENTUM, _RESIDUAL, _MEAN = (OUTER_PREFIX + name for name in ("weight", "momentum", "residual", "mean"))
+
+
+@dataclass(frozen=True)
+class OuterSettings:
+    """Settings of the exchange: --diloco-inner-steps and the others of that prefix."""
+
+    sites: int
+    inner_steps: int
+    fragments: int = 1
+    overlap_steps: int = 0
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    mixing: float = 0.0
+    form: ExchangeFormat = "fp32"
+    min_replicas: int = 1
+    timeout_seconds: float = 600.0
+
+
+class _Piece(NamedTuple):
+    """A part of a parameter that this process updates."""
+
+    state: GroupState
+    piece: tuple[int, int]
+    place: slice
+
+    @property
+    def values(self) -> Tensor:
+        return self.state.values(self.piece, self.place)
+
+    def companion(self, kind: str) -> Tensor:
+        return self.state.companions[kind][self.place]
+
+
+class _Share:
+    """Pieces of one fragment of which the same processes of a site have copies: the first of them exchanges."""
+
+    def __init__(self, pieces: Sequence[_Piece], copies: Group, form: str) -> None:
+        self.pieces, self.copies, self.form = pieces, copies, form
+        self.is_exchanged = copies.rank() == 0
+        self._lengths = [piece.place.stop - piece.place.start for piece in pieces]
+        self.numel = sum(count_padded(length, form) for length in self._lengths)
+
+    def gather(self, read: Callable[[_Piece], Tensor]) -> Tensor:
+        """One float32 vector [numel] on the CPU."""
+        flat, first = torch.zeros(self.numel), 0
+        for piece, length in zip(self.pieces, self._lengths, strict=True):
+            flat[first : first + length] = read(piece)
+            first += count_padded(length, self.form)
+        return flat
+
+    def scatter(self, flat: Tensor, write: Callable[[_Piece, Tensor], Any]) -> None:
+        """The inverse: hand each piece its part, on its device."""
+        first = 0
+        for piece, length in zip(self.pieces, self._lengths, strict=True):
+            write(piece, flat[first : first + length].to(piece.values.device))
+            first += count_padded(length, self.form)
+
+
+class Place(NamedTuple):
+    """Position of a run."""
+
+    iteration: int
+    consumed_samples: int
+
+
+@dataclass
+class _Pending:
+    """An exchange under way."""
+
+    fragment: int
+    began: Place
+    began_at: float
+    deltas: list[Tensor]
+    """Of this site, share by share, as the others see them."""
+    lost: list[Tensor] = field(default_factory=list)
+    """Rounding errors of these, which are added next time if the exchange succeeds."""
+    means: list[Tensor] = field(default_factory=list)
+    """Over the sites, share by share; empty until they are known."""
+    is_over: bool = False
+    """Nothing more will come: without means there is no outer step."""
+
+    @property
+    def topic(self) -> str:
+        return str(self.fragment)
+
+
+class OuterOptimizer:
+    """The outer steps of this process's part of the model.
+
+    exchange: with the equal ranks of the other sites; None where another rank of the site has the same weights and
+    exchanges them. leads: this is the first site. All ranks of a site call everything together.
+    """
+
+    def __init__(
+        self, optimizer: MegatronOptimizer, settings: OuterSettings, exchange: Exchange | None, *, leads: bool
+    ) -> None:
+        self.optimizer, self.settings, self.exchange, self.leads = optimizer, settings, exchange, leads
+        self.world: Group = optimizer.groups.world
+        self.version = 0
+        """Outer steps so far."""
+        self.waited_seconds = 0.0
+        """Time for which training stood still for other sites so far."""
+        self.present = 1
+        """Sites that took part in the last exchange, where this is the first one."""
+        self._pending: list[_Pending] = []
+        self._late: set[int] = set()
+        self._behind: dict[int, str] = {}
+        """Sites that wait for the outer state, and the topic about which they asked."""
+        self._is_first_meeting = True
+        self._fragments = _divide(optimizer, settings)
+        kinds = [_WEIGHT, _MOMENTUM]
+        kinds += [_RESIDUAL] if settings.form in LOSSY else []
+        kinds += [_MEAN] if settings.overlap_steps else []
+        for state in optimizer.states:
+            state.add_companions(kinds)
+        self.restart()
+
+    # ---- the run
+
+    def restart(self) -> None:
+        """Begin with the weights as they are, which all sites have alike."""
+        self._each_piece(lambda piece: piece.companion(_WEIGHT).copy_(piece.values))
+
+    @torch.no_grad()
+    def after_step(self, now: Place) -> Place | None:
+        """Exchange what is due after an iteration. Returns the run's new position where another site was further on."""
+        moved, settings = None, self.settings
+        for pending in list(self._pending):
+            if now.iteration >= pending.began.iteration + settings.overlap_steps:
+                moved = self._finish(pending, now) or moved
+            elif self.leads:
+                self._lead(pending, waits=False)
+        for fragment in range(settings.fragments):
+            offset = fragment * settings.inner_steps // settings.fragments
+            if (now.iteration + offset) % settings.inner_steps == 0:
+                pending = self._begin(fragment, now)
+                if settings.overlap_steps == 0:
+                    moved = self._finish(pending, now) or moved
+        return moved
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Wait for the results of exchanges under way and keep them where a checkpoint finds them, unapplied."""
+        for pending in self._pending:
+            self._receive(pending)
+            for share, mean in zip(self._fragments[pending.fragment], pending.means, strict=False):
+                share.scatter(mean, lambda piece, part: piece.companion(_MEAN).copy_(part))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is no tensor; `settle` before."""
+        pending = [[p.fragment, *p.began] for p in self._pending if p.means]
+        return {"version": self.version, "pending": pending}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse, once the tensors are loaded."""
+        self.version, self._pending = state["version"], []
+        for fragment, *began in state["pending"]:
+            means = [share.gather(lambda piece: piece.companion(_MEAN)) for share in self._fragments[fragment]]
+            self._pending.append(_Pending(fragment, Place(*began), 0.0, [], [], means, is_over=True))
+
+    def average(self, about: str, values: Sequence[float]) -> list[float]:
+        """Mean of some numbers over the sites that are there in time. Every rank of a site gets the same."""
+        found = list(values)
+        if self.world.rank() == 0 and self.exchange is not None:
+            began_at = time.monotonic()
+            found = self._average(self.exchange, about, found, began_at + self.settings.timeout_seconds)
+            self.waited_seconds += time.monotonic() - began_at
+        return found if self.world.size() == 1 else broadcast_object(found, self.world, 0)
+
+    def close(self) -> None:
+        """End the connections."""
+        if self.exchange is not None:
+            self.exchange.close()
+
+    # ---- one exchange
+
+    def _begin(self, fragment: int, now: Place) -> _Pending:
+        pending = _Pending(fragment, now, time.monotonic(), [])
+        payload = b""
+        for share in self._fragments[fragment]:
+            delta = share.gather(lambda piece: piece.companion(_WEIGHT) - piece.values)
+            lost = torch.zeros(0)
+            if share.is_exchanged:
+                if self.settings.form in LOSSY:
+                    delta += share.gather(lambda piece: piece.companion(_RESIDUAL))
+                encoded = encode(delta, self.settings.form)
+                kept = decode(encoded, share.numel, self.settings.form)
+                payload, lost, delta = payload + encoded, delta - kept, kept
+            pending.deltas.append(delta)
+            pending.lost.append(lost)
+        self._pending.append(pending)
+        exchange = self.exchange
+        if exchange is not None and not self.leads:
+            if 0 not in exchange.ever_met:
+                exchange.wait_until(lambda: 0 in exchange.connected, self._deadline(pending))
+            # An answer that came too late for an earlier exchange is none to this one.
+            exchange.take(0, "answer", pending.topic)
+            exchange.send(0, "delta", pending.topic, payload, version=self.version, place=now)
+        return pending
+
+    def _finish(self, pending: _Pending, now: Place) -> Place | None:
+        """Wait for the means and make the outer step."""
+        theirs = self._receive(pending)
+        self._pending = [other for other in self._pending if other is not pending]
+        if pending.means:
+            self._update(pending)
+        if self._behind and not any(other.means for other in self._pending):
+            self._give_state(now)
+        if theirs is None or theirs.iteration <= pending.began.iteration:
+            return None
+        return Place(*(their + since - began for their, since, began in zip(theirs, now, pending.began, strict=True)))
+
+    def _receive(self, pending: _Pending) -> Place | None:
+        """Wait until the means are known, or it is known that there are none; returns the place of the site that is
+        furthest on."""
+        if pending.is_over:
+            return None
+        began_at = time.monotonic()
+        theirs = self._lead(pending, waits=True) if self.leads else self._follow(pending)
+        self.waited_seconds += time.monotonic() - began_at
+        return theirs
+
+    def _update(self, pending: _Pending) -> None:
+        eta, mu, alpha = self.settings.outer_lr, self.settings.outer_momentum, self.settings.mixing
+        for number, share in enumerate(self._fragments[pending.fragment]):
+            if pending.lost and pending.lost[number].numel() and self.settings.form in LOSSY:
+                share.scatter(pending.lost[number], lambda piece, part: piece.companion(_RESIDUAL).copy_(part))
+            mean = pending.means[number]
+
+            def step(piece: _Piece, part: Tensor) -> None:
+                outer, momentum = piece.companion(_WEIGHT), piece.companion(_MOMENTUM)
+                momentum.mul_(mu).add_(part)
+                outer.sub_(part.add(momentum, alpha=mu), alpha=eta)
+                values = piece.values
+                values.copy_(outer if alpha == 0 else alpha * values + (1 - alpha) * outer)
+
+            share.scatter(mean, step)
+        self.optimizer.take_changed_weights()
+
+    # ---- the first site
+
+    def _lead(self, pending: _Pending, *, waits: bool) -> Place | None:
+        """Take what the other sites have sent, and answer them; without `waits` only when all of it is there."""
+        if pending.is_over:
+            return None
+        exchange, topic, deadline = self.exchange, pending.topic, self._deadline(pending)
+        others = range(1, self.settings.sites)
+        heard = set(others)  # where this process exchanges nothing
+        is_complete = True
+        if exchange is not None:
+            is_complete = self._hear(exchange, "delta", topic, deadline if waits else 0.0)
+            heard = {site for site in heard if self._has_delta(exchange, site, topic)}
+        flags = torch.tensor([is_complete, *(site in heard for site in others)], dtype=torch.int32)
+        all_reduce(flags, self.world, op="min")
+        if not waits and not flags[0]:
+            return None
+        pending.is_over = True
+        present = [site for site in others if flags[site]]
+        messages = {} if exchange is None else {site: exchange.take(site, "delta", topic) for site in present}
+        verdict = None
+        if self.world.rank() == 0:
+            told = {site: message.fields for site, message in messages.items() if message is not None}
+            verdict = {site: (fields["version"], Place(*fields["place"])) for site, fields in told.items()}
+        verdict = verdict if self.world.size() == 1 else broadcast_object(verdict, self.world, 0)
+        assert verdict is not None
+        ahead = max(verdict, key=lambda site: verdict[site][0], default=None)
+        if ahead is not None and verdict[ahead][0] > self.version:
+            return self._take_state_from(ahead, topic, verdict, deadline)
+        self._behind |= {site: topic for site, (version, _) in verdict.items() if version < self.version}
+        members = [site for site, (version, _) in verdict.items() if version == self.version]
+        self.present = 1 + len(members)
+        furthest = max([pending.began, *(verdict[site][1] for site in members)])
+        if 1 + len(members) < self.settings.min_replicas:
+            self._tell(members, "none", topic)
+            return furthest
+        payloads = {site: messages[site].payload for site in members} if exchange is not None else {}  # type: ignore[union-attr]
+        answer = self._average_deltas(pending, payloads)
+        self.version += 1
+        self._tell(members, "mean", topic, answer, place=furthest)
+        return furthest
+
+    def _average_deltas(self, pending: _Pending, payloads: dict[int, bytes]) -> bytes:
+        """Fill in the means of all shares, and return those that this process has exchanged, for the other sites."""
+        form, answer, first, count = self.settings.form, b"", 0, 1 + len(payloads)
+        for number, share in enumerate(self._fragments[pending.fragment]):
+            mean = pending.deltas[number]
+            if share.is_exchanged:
+                size = count_bytes(share.numel, form)
+                total = mean.clone()
+                for payload in payloads.values():  # in the order of the sites
+                    total += decode(payload[first : first + size], share.numel, form)
+                first += size
+                exact = total / count
+                encoded = encode(exact, form)
+                mean = decode(encoded, share.numel, form)
+                # What the answer loses is made up for by this site, whose part in the next mean is 1 / count.
+                pending.lost[number] += count * (exact - mean)
+                answer += encoded
+            pending.means.append(self._share_out(share, mean))
+        return answer
+
+    def _take_state_from(self, ahead: int, topic: str, verdict: dict[int, Any], deadline: float) -> Place | None:
+        """This site has come back from an older checkpoint: take the outer state from one that is further on."""
+        self._tell([site for site in verdict if site != ahead], "none", topic)
+        self._tell([ahead], "give", topic)
+        exchange = self.exchange
+        if exchange is not None:
+            exchange.wait_until(
+                lambda: exchange.peek(ahead, "state", "") is not None or ahead not in exchange.connected, deadline
+            )
+        version, place = verdict[ahead]
+        message = None if exchange is None else exchange.take(ahead, "state", "")
+        return place if self._load(message.payload if message else None, version) else None
+
+    def _hear(self, exchange: Exchange, kind: str, topic: str, deadline: float) -> bool:
+        """Wait for a message from each site that is expected, and return whether all have come. Those that have not are
+        no longer waited for, until they are heard of again."""
+        has = self._has_delta if kind == "delta" else self._has_values
+
+        def list_missing() -> set[int]:
+            expected = set(range(1, self.settings.sites)) if self._is_first_meeting else exchange.connected
+            # Before the first meeting nobody is known to be slow; a lost site is not waited for.
+            if self._is_first_meeting:
+                expected -= exchange.ever_met - exchange.connected
+            return {site for site in expected - self._late if not has(exchange, site, topic)}
+
+        self._late -= {site for site in self._late if has(exchange, site, topic)}
+        is_complete = exchange.wait_until(lambda: not list_missing(), deadline)
+        if deadline > 0.0:
+            self._late |= list_missing()
+            self._is_first_meeting = False
+        return is_complete
+
+    @staticmethod
+    def _has_delta(exchange: Exchange, site: int, topic: str) -> bool:
+        message = exchange.peek(site, "delta", topic)
+        return message is not None and message.fields["version"] >= 0
+
+    @staticmethod
+    def _has_values(exchange: Exchange, site: int, about: str) -> bool:
+        message = exchange.peek(site, "values", "")
+        return message is not None and message.fields["about"] == about
+
+    def _tell(self, sites: Sequence[int], outcome: str, topic: str, payload: bytes = b"", **fields: Any) -> None:
+        if self.exchange is not None:
+            for site in sites:
+                self.exchange.send(
+                    site, "answer", topic, payload, outcome=outcome, version=self.version, **fields
+                )  # fmt: skip
+
+    def _give_state(self, now: Place) -> None:
+        state = self._dump()
+        for site, topic in self._behind.items():
+            self._tell([site], "state", topic, state, place=now)
+        self._behind = {}
+
+    # ---- the other sites
+
+    def _follow(self, pending: _Pending) -> Place | None:
+        """Wait for the first site's answer."""
+        pending.is_over = True
+        exchange, message = self.exchange, None
+        code, neutral = 0, exchange is None
+        if exchange is not None:
+            exchange.wait_until(
+                lambda: exchange.peek(0, "answer", pending.topic) is not None or 0 not in exchange.connected,
+                self._deadline(pending),
+            )
+            message = exchange.take(0, "answer", pending.topic)
+            code = 0 if message is None else _OUTCOMES.index(message.fields["outcome"])
+        # All ranks of the site must have had the same answer; else they do without, and are told the state next time.
+        codes = torch.tensor([len(_OUTCOMES), len(_OUTCOMES)] if neutral else [code, -code], dtype=torch.int32)
+        all_reduce(codes, self.world, op="min")
+        fields = None if message is None else dict(message.fields)
+        fields = fields if self.world.size() == 1 else broadcast_object(fields, self.world, 0)
+        outcome = _OUTCOMES[int(codes[0])] if int(codes[0]) == -int(codes[1]) else _OUTCOMES[0]
+        if outcome == "lost":
+            if exchange is not None:  # whatever comes of it now, this site has gone on
+                exchange.send(0, "delta", pending.topic, version=-1, place=pending.began)
+            return None
+        assert fields is not None
+        if outcome == "give" and exchange is not None:
+            exchange.send(0, "state", "", self._dump())
+        payload = b"" if message is None else message.payload
+        if outcome == "mean":
+            first = 0
+            for number, share in enumerate(self._fragments[pending.fragment]):
+                mean = pending.deltas[number]
+                if share.is_exchanged:
+                    size = count_bytes(share.numel, self.settings.form)
+                    mean, first = decode(payload[first : first + size], share.numel, self.settings.form), first + size
+                pending.means.append(self._share_out(share, mean))
+            self.version = fields["version"]
+            return Place(*fields["place"])
+        if outcome == "state" and self._load(payload, fields["version"]):
+            return Place(*fields["place"])
+        return None
+
+    def _average(self, exchange: Exchange, about: str, values: list[float], deadline: float) -> list[float]:
+        if self.leads:
+            self._hear(exchange, "values", about, deadline)
+            rows = [values]
+            there = [site for site in range(1, self.settings.sites) if self._has_values(exchange, site, about)]
+            for site in there:
+                message = exchange.take(site, "values", "")
+                assert message is not None
+                if len(message.fields["values"]) == len(values):
+                    rows.append(message.fields["values"])
+            means = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+            for site in there:
+                exchange.send(site, "means", "", urgent=True, about=about, values=means)
+            return means
+        if 0 not in exchange.ever_met:
+            exchange.wait_until(lambda: 0 in exchange.connected, deadline)
+        exchange.send(0, "values", "", urgent=True, about=about, values=values)
+
+        def is_answered() -> bool:
+            message = exchange.peek(0, "means", "")
+            return message is not None and message.fields["about"] == about
+
+        exchange.wait_until(lambda: is_answered() or 0 not in exchange.connected, deadline)
+        message = exchange.take(0, "means", "") if is_answered() else None
+        return values if message is None else list(message.fields["values"])
+
+    # ---- state, and what both need
+
+    def _deadline(self, pending: _Pending) -> float:
+        return pending.began_at + self.settings.timeout_seconds
+
+    def _share_out(self, share: _Share, mean: Tensor) -> Tensor:
+        """The mean on all processes that have copies of these weights."""
+        if share.copies.size() > 1:
+            moved = mean.to(self.optimizer.device)
+            broadcast(moved, share.copies)
+            mean = moved.cpu()
+        return mean
+
+    def _dump(self) -> bytes:
+        """The outer state of what this process exchanges."""
+        return b"".join(
+            encode(share.gather(lambda piece, kind=kind: piece.companion(kind)), "fp32")  # type: ignore[misc]
+            for share in self._exchanged()
+            for kind in (_WEIGHT, _MOMENTUM)
+        )
+
+    def _load(self, content: bytes | None, version: int) -> bool:
+        """Take another site's outer state, if it has come to all ranks of this one."""
+        sizes = [count_bytes(share.numel, "fp32") for share in self._exchanged()]
+        is_here = self.exchange is None or (content is not None and len(content) == 2 * sum(sizes))
+        flag = torch.tensor([is_here], dtype=torch.int32)
+        all_reduce(flag, self.world, op="min")
+        if not flag.item():
+            return False
+        first = 0
+        for share in (share for shares in self._fragments for share in shares):
+            for kind in (_WEIGHT, _MOMENTUM):
+                flat = torch.zeros(share.numel)
+                if share.is_exchanged and content is not None:
+                    size = count_bytes(share.numel, "fp32")
+                    flat, first = decode(content[first : first + size], share.numel, "fp32"), first + size
+                flat = self._share_out(share, flat)
+                share.scatter(flat, lambda piece, part, kind=kind: piece.companion(kind).copy_(part))  # type: ignore[misc]
+        self._each_piece(lambda piece: piece.values.copy_(piece.companion(_WEIGHT)))
+        if self.settings.form in LOSSY:
+            self._each_piece(lambda piece: piece.companion(_RESIDUAL).zero_())
+        self.optimizer.take_changed_weights()
+        self.version, self._pending = version, []
+        return True
+
+    def _exchanged(self) -> list[_Share]:
+        return [share for shares in self._fragments for share in shares if share.is_exchanged]
+
+    @torch.no_grad()
+    def _each_piece(self, action: Callable[[_Piece], Any]) -> None:
+        for share in (share for shares in self._fragments for share in shares):
+            for piece in share.pieces:
+                action(piece)
+
+
+_OUTCOMES = ("lost", "none", "mean", "state", "give")
+
+
+def count_longest_message(optimizer: MegatronOptimizer) -> int:
+    """Bytes of the longest message of this process: its outer state, and some more."""
+    owned = sum(stop - start for state in optimizer.states for start, stop in state.owned)
+    pieces = sum(len(state.owned) + len(state.members) for state in optimizer.states)
+    return 8 * (owned + BLOCK * pieces) + 2**20
+
+
+def is_exchanging(optimizer: MegatronOptimizer) -> bool:
+    """Return whether this process is the first of a site with some of its weights."""
+    return any(state.buffer.reduction.copies.rank() == 0 for state in optimizer.states)
+
+
+def _list_pieces(optimizer: MegatronOptimizer) -> Iterator[tuple[str, _Piece, Group]]:
+    """Yield what this process updates, parameter by parameter, and who has copies of it."""
+    for state in optimizer.states:
+        for member in state.members:
+            for piece, place in state.pieces([(member.slot.start, member.slot.start + member.slot.numel)]):
+                yield member.name, _Piece(state, piece, place), state.buffer.reduction.copies
+
+
+def _divide(optimizer: MegatronOptimizer, settings: OuterSettings) -> list[list[_Share]]:
+    """The pieces of each fragment: layers in turn, what stands before them in the first, what follows in the last."""
+    found: list[dict[int, tuple[Group, list[_Piece]]]] = [{} for _ in range(settings.fragments)]
+    for name, piece, copies in _list_pieces(optimizer):
+        layer = _LAYER.search(f".{name}")
+        if layer is not None:
+            fragment = int(layer[1]) % settings.fragments
+        else:
+            fragment = 0 if "embedding" in name else settings.fragments - 1
+        found[fragment].setdefault(id(copies), (copies, []))[1].append(piece)
+    return [[_Share(pieces, copies, settings.form) for copies, pieces in shares.values()] for shares in found]

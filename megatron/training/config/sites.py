@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training on several sites that a slow line connects (docs/many_sites.md): the flags of DiLoCo and their rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.core.config_base import CheckedConfig, flag, name_multiples
+from megatron.core.many_sites.formats import ExchangeFormat
+from megatron.core.setting import Needs, PathText
+
+_SITES = Needs("--diloco-replicas of 2 or more", lambda run: run.diloco_replicas > 1)
+_SEPARATE = Needs("--datacenter-id", lambda run: run.datacenter_id is not None)
+_OVERLAPS = Needs("--diloco-overlap-steps", lambda run: run.diloco_overlap_steps > 0)
+
+
+@dataclass(kw_only=True)
+class SitesConfig(CheckedConfig):
+    """Several sites, each of which trains by itself between exchanges of weights."""
+
+    usual_kind = "numerics"
+
+    diloco_replicas: int = flag(1, minimum=1, unit="sites")
+    """Train on so many sites by DiLoCo: each takes its part of every global batch and makes its own steps, and now and
+    then all exchange what they have learnt. Without --datacenter-id, equal blocks of the job's ranks are the sites."""
+    datacenter_id: int | None = flag(None, minimum=0, kind="layout", needs=_SITES)
+    """Number of the site that this job is, from 0; the others are jobs of their own."""
+    diloco_address: str | None = flag(None, kind="layout", metavar="HOST:PORT", needs=(_SITES, _SEPARATE))
+    """Address at which the first site listens, and which the others call. Rank r uses the port r above it."""
+    diloco_key_file: PathText | None = flag(None, kind="layout", needs=(_SITES, _SEPARATE))
+    """File with the key, the same at all sites, that every message between them is signed with."""
+    diloco_inner_steps: int = flag(
+        30, minimum=1, unit="iterations", names=("--diloco-inner-steps",), aliases=("--diloco-sync-interval",),
+        needs=_SITES,
+    )  # fmt: skip
+    """Exchange each weight after so many steps."""
+    diloco_outer_lr: float = flag(0.7, above=0.0, needs=_SITES)
+    """Learning rate of the outer step, which follows an exchange."""
+    diloco_outer_momentum: float = flag(0.9, minimum=0.0, maximum=1.0, needs=_SITES)
+    """Nesterov momentum of the outer step."""
+    diloco_fragments: int = flag(1, minimum=1, needs=_SITES)
+    """Exchange the layers in so many parts, at different times."""
+    diloco_overlap_steps: int = flag(0, minimum=0, unit="iterations", needs=_SITES)
+    """Go on so many steps while an exchange is under way."""
+    diloco_mixing: float = flag(0.0, minimum=0.0, maximum=1.0, needs=_SITES)
+    """Share of a site's own weights after an outer step; the rest are the weights that all sites have."""
+    diloco_exchange_dtype: ExchangeFormat = flag("fp32", needs=_SITES)
+    """Number format of what is exchanged. What is lost is added to the next exchange."""
+    diloco_min_replicas: int = flag(1, minimum=1, unit="sites", needs=_SITES)
+    """Make no outer step with fewer sites."""
+    diloco_timeout_seconds: float = flag(600.0, above=0.0, unit="seconds", kind="layout", needs=_SITES)
+    """Wait so long for the other sites, at an exchange or for their losses."""
+
+    @property
+    def sites_of_job(self) -> int:
+        """Sites among which the ranks of this job are divided."""
+        return self.diloco_replicas if self.datacenter_id is None else 1
+
+    def problems(self) -> Iterator[str]:
+        """Parts of an interval, and of the sites."""
+        steps, parts, sites = self.diloco_inner_steps, self.diloco_fragments, self.diloco_replicas
+        if steps % parts:
+            yield (
+                f"{self.say('diloco_inner_steps')} is not divisible by {self.say('diloco_fragments')}, whose exchanges "
+                f"are spread over it evenly; use {name_multiples(steps, parts)} steps"
+            )
+        elif self.diloco_overlap_steps >= steps // parts:
+            yield (
+                f"{self.say('diloco_overlap_steps')} is not less than {steps // parts}, the steps between two "
+                "exchanges (--diloco-inner-steps / --diloco-fragments); use fewer"
+            )
+        if self.diloco_min_replicas > sites:
+            yield f"{self.say('diloco_min_replicas')} is more than {self.say('diloco_replicas')}; use at most {sites}"
+        if self.datacenter_id is None:
+            return
+        if self.datacenter_id >= sites:
+            yield f"{self.say('datacenter_id')} is none of the {sites} sites of --diloco-replicas, counted from 0"
+        for name in ("diloco_address", "diloco_key_file"):
+            if getattr(self, name) is None:
+                yield f"--datacenter-id needs {self.say(name).split()[0]}: sites of their own meet by it"
+        if self.diloco_address is not None and split_address(self.diloco_address) is None:
+            yield f"{self.say('diloco_address')} is not HOST:PORT; give a name or address and a port from 1 to 65535"
+
+
+def split_address(text: str) -> tuple[str, int] | None:
+    """(host, port) of `HOST:PORT`; None for another text."""
+    host, colon, port = text.rpartition(":")
+    if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
+        return None
+    return host.strip("[]"), int(port)

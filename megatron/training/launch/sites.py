@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several sites: equal blocks of a job's ranks as jobs of their own, and where their equal ranks meet."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+import socket
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import PrefixStore, Store
+
+from megatron.core.config_base import get_settings
+from megatron.core.errors import ConfigError, TemporaryError
+from megatron.core.many_sites.exchange import Exchange
+from megatron.core.many_sites.link import digest_of
+from megatron.core.many_sites.outer_optimizer import (
+    OuterOptimizer,
+    OuterSettings,
+    count_longest_message,
+    is_exchanging,
+)
+from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer
+from megatron.training.config.container import RunConfig
+from megatron.training.config.sites import SitesConfig, split_address
+from megatron.training.launch.launch import Launch
+
+_LEAST_KEY_BYTES = 16
+_OF_ONE_SITE = ("datacenter_id", "diloco_address", "diloco_key_file", "diloco_timeout_seconds")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeetingPoint:
+    """Store that the ranks of all sites of a job share."""
+
+    store: Store
+    host: str
+    """Address of this machine, for the others."""
+
+
+def take_site(config: RunConfig, launch: Launch) -> Launch:
+    """Make one block of the ranks a job of its own: returns this process's place in it.
+
+    From here on the settings are those of a site that is a job. It keeps its checkpoints and metrics in a directory of
+    its own, but for the first one, which alone speaks. Raises ConfigError where a program has joined the ranks itself.
+    """
+    sites = config.sites.sites_of_job
+    if sites == 1:
+        return launch
+    if launch.world_size != config.world_size:
+        raise ConfigError(
+            f"--diloco-replicas {sites} divides the {config.world_size} processes of WORLD_SIZE, and "
+            f"{launch.world_size} were started; start as many"
+        )
+    size = config.world_size // sites
+    site = launch.rank // size
+    # The object itself: the recipe and the hooks have it already.
+    object.__setattr__(config, "world_size", size)
+    config.sites.datacenter_id = site
+    if site > 0:
+        _use_own_directories(config, site)
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for the rest of the process
+    rank = launch.rank % size
+    leads_host = launch.is_first_of_host or rank == 0
+    return dataclasses.replace(launch, rank=rank, world_size=size, leads_host=leads_host, whole=launch)
+
+
+def _use_own_directories(config: RunConfig, site: int) -> None:
+    checkpoint, logger, own = config.checkpoint, config.logger, f"site_{site}"
+    if checkpoint.load is not None and (checkpoint.load == checkpoint.save or (Path(checkpoint.load) / own).is_dir()):
+        checkpoint.load = str(Path(checkpoint.load) / own)
+    for group, name in (
+        (checkpoint, "save"), (checkpoint, "non_persistent_global_ckpt_dir"), (logger, "metrics_dir"),
+        (logger, "tensorboard_dir"),
+    ):  # fmt: skip
+        if (path := getattr(group, name)) is not None:
+            setattr(group, name, str(Path(path) / own))
+
+
+def find_meeting_point(launch: Launch, store: Store) -> MeetingPoint:
+    """The meeting point of the sites of one job. store: of all ranks."""
+    whole = launch.whole
+    assert whole is not None and whole.master_addr is not None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((whole.master_addr, whole.master_port or 1))  # sends nothing
+            host = probe.getsockname()[0]
+        except OSError:
+            host = socket.gethostname()
+    return MeetingPoint(PrefixStore("sites", store), host)
+
+
+def build_outer_optimizer(
+    config: RunConfig, launch: Launch, optimizer: MegatronOptimizer, meeting_point: MeetingPoint | None
+) -> OuterOptimizer | None:
+    """The outer steps of a run on several sites, with connections to the others; None for one site. Raises ConfigError
+    and TemporaryError."""
+    sites, site = config.sites, config.sites.datacenter_id
+    if sites.diloco_replicas == 1 or site is None:
+        return None
+    settings = OuterSettings(
+        sites=sites.diloco_replicas,
+        inner_steps=sites.diloco_inner_steps,
+        fragments=sites.diloco_fragments,
+        overlap_steps=sites.diloco_overlap_steps,
+        outer_lr=sites.diloco_outer_lr,
+        outer_momentum=sites.diloco_outer_momentum,
+        mixing=sites.diloco_mixing,
+        form=sites.diloco_exchange_dtype,
+        min_replicas=sites.diloco_min_replicas,
+        timeout_seconds=sites.diloco_timeout_seconds,
+    )
+    exchange = None
+    if is_exchanging(optimizer):
+        key = secrets.token_bytes(32) if meeting_point is not None else read_key(sites)
+        digest = _digest(config, optimizer)
+        most = count_longest_message(optimizer)
+        if meeting_point is None:
+            exchange = Exchange(site, settings.sites, key, most=most, settings=digest)
+            _meet_at_address(exchange, sites, launch)
+        else:
+            exchange = _meet_in_job(meeting_point, site, launch.rank, settings, key, most, digest)
+    return OuterOptimizer(optimizer, settings, exchange, leads=site == 0)
+
+
+def read_key(sites: SitesConfig) -> bytes:
+    """The key of --diloco-key-file. Raises ConfigError."""
+    path = sites.diloco_key_file
+    assert path is not None
+    try:
+        key = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"--diloco-key-file {path} cannot be read ({error.strerror}); give a file") from error
+    if len(key) < _LEAST_KEY_BYTES:
+        raise ConfigError(
+            f"--diloco-key-file {path} holds {len(key)} bytes, fewer than {_LEAST_KEY_BYTES}; make one with "
+            "`openssl rand -hex 32`"
+        )
+    return key
+
+
+def _meet_at_address(exchange: Exchange, sites: SitesConfig, launch: Launch) -> None:
+    address = split_address(sites.diloco_address or "")
+    assert address is not None, "checked with the settings"
+    host, port = address
+    if exchange.site == 0:
+        exchange.listen(host if launch.rank == launch.local_rank else "", port + launch.rank)
+    else:
+        exchange.call(host, port + launch.rank)
+
+
+def _meet_in_job(
+    point: MeetingPoint, site: int, rank: int, settings: OuterSettings, key: bytes, most: int, digest: str
+) -> Exchange:
+    if site == 0:
+        exchange = Exchange(site, settings.sites, key, most=most, settings=digest)
+        exchange.meeting_point = point
+        port = exchange.listen(point.host, 0)
+        point.store.set(str(rank), f"{point.host} {port} {key.hex()}")
+        return exchange
+    try:
+        point.store.wait([str(rank)], timedelta(seconds=settings.timeout_seconds))
+    except RuntimeError as error:
+        raise TemporaryError(
+            f"rank {rank} of the first site has not come within --diloco-timeout-seconds {settings.timeout_seconds:g}"
+        ) from error
+    host, text, secret = point.store.get(str(rank)).decode().split()
+    exchange = Exchange(site, settings.sites, bytes.fromhex(secret), most=most, settings=digest)
+    exchange.call(host, int(text))
+    return exchange
+
+
+def _digest(config: RunConfig, optimizer: MegatronOptimizer) -> str:
+    """Of what two sites must have the same: this rank's weights, and the settings of the exchange."""
+    names = {state_member.name: list(state_member.param.shape) for s in optimizer.states for state_member in s.members}
+    settings = {n: getattr(config.sites, n) for n in get_settings(SitesConfig) if n not in _OF_ONE_SITE}
+    return digest_of({"weights": names, "settings": settings})

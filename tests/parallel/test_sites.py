@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several sites that exchange weights now and then (DiLoCo) against a simulation of the algorithm in one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.training.launch.initialize import shut_down
+from megatron.training.loop import open_batches
+from megatron.training.step import train_step
+from tests.functional.pretrain_runs import environment, finish, free_port
+from tests.programs import ROOT, Program
+from tests.support.tiny_training import RandomTokens, prepare
+
+FLAGS = """
+    --num-layers 4 --hidden-size 24 --num-attention-heads 6 --group-query-attention --num-query-groups 2
+    --micro-batch-size 1 --log-interval 1 --hidden-dropout 0 --attention-dropout 0 --clip-grad 0.5 --qk-layernorm
+    --normalization RMSNorm
+""".split()
+PROGRAM = """
+import dataclasses, os, sys
+from tests.support.tiny_training import *
+config = read_run_config([*FLAGS.split(), *sys.argv[1:]], os.environ)
+data = lambda counts: [RandomTokens(count) if count else None for count in counts]
+finish(setup(config, initialize(config), dataclasses.replace(build_gpt_recipe(config), build_datasets=data)))
+"""
+SITES, ITERATIONS, BATCH = 2, 8, 8
+
+
+def simulate(replicas: int, steps: int, fragments: int = 1, overlap: int = 0, mixing: float = 0.0) -> list[float]:
+    """Train two models in turns, with torch's SGD for the outer steps; the mean of their losses after each step.
+
+    replicas: of a site, which take neighbouring samples: one that takes as many at once stands for them.
+    """
+    share = ["--global-batch-size", str(BATCH // SITES), "--train-iters", str(ITERATIONS)]
+    share += ["--micro-batch-size", str(replicas)]
+    data = [RandomTokens(BATCH * ITERATIONS), None, None]
+    runs = [prepare(*FLAGS, *share, build_datasets=lambda _: data) for _ in range(SITES)]
+    batches = []
+    for site, run in enumerate(runs):
+        run.data.settings = dataclasses.replace(run.data.settings, dp_rank=site, dp_size=SITES)
+        batches.append(open_batches(run))
+    weights = [dict(run.model[0].module.named_parameters()) for run in runs]
+
+    def find_fragment(name: str) -> int:
+        if ".layers." in name:
+            return int(name.split(".layers.")[1].split(".")[0]) % fragments
+        return 0 if "embedding" in name else fragments - 1
+
+    outer = {name: torch.nn.Parameter(value.detach().clone()) for name, value in weights[0].items()}
+    optimizers = {
+        name: torch.optim.SGD([value], lr=0.7, momentum=0.9, nesterov=True) for name, value in outer.items()
+    }  # fmt: skip
+    losses, due = [], []
+    for iteration in range(1, ITERATIONS + 1):
+        results = [train_step(run, batch) for run, batch in zip(runs, batches, strict=True)]
+        losses.append(sum(float(result.losses["lm loss"]) for result in results) / SITES)
+        for fragment in range(fragments):
+            if (iteration + fragment * steps // fragments) % steps == 0:
+                for name in filter(lambda name: find_fragment(name) == fragment, outer):
+                    delta = sum(outer[name].detach() - mine[name].detach() for mine in weights) / SITES
+                    due.append((iteration + overlap, name, delta))
+        for _, name, delta in [entry for entry in due if entry[0] == iteration]:
+            outer[name].grad = delta
+            optimizers[name].step()
+            for mine in weights:
+                mine[name].data.lerp_(outer[name].data, 1 - mixing)
+        due = [entry for entry in due if entry[0] > iteration]
+    for run in runs:
+        run.data.close()
+    shut_down()
+    return losses
+
+
+def start(
+    directory: Path, ranks: int, *flags: str | Path, batch: int = BATCH, iterations: int = ITERATIONS
+) -> list[Program]:
+    """A job of `ranks` processes that are divided into sites."""
+    port = free_port()
+    directory.mkdir()
+    program = directory / "train.py"
+    program.write_text(PROGRAM)
+    words = [*FLAGS, "--global-batch-size", str(batch), "--train-iters", str(iterations), "--diloco-replicas", "2"]
+    words += ["--metrics-dir", str(directory), *map(str, flags)]
+    jobs = [
+        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost",
+         "MASTER_PORT": port}
+        for rank in range(ranks)
+    ]  # fmt: skip
+    return [Program([program, *words], environment(job), ROOT) for job in jobs]
+
+
+def read_losses(directory: Path) -> list[float]:
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [row["lm loss"] for row in rows if "lm loss" in row]
+
+
+def check(programs: list[Program]) -> None:
+    for done in finish(programs):
+        assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+
+
+PLAIN = ["--diloco-inner-steps", "3"]
+STREAMING = (
+    "--diloco-sync-interval 4 --diloco-fragments 2 --diloco-overlap-steps 1 --diloco-mixing 0.5 "
+    "--use-distributed-optimizer"
+).split()
+LAYOUTS = {
+    "two ranks": (2, []),
+    "replicas": (4, []),
+    "divided state": (4, ["--use-distributed-optimizer"]),
+    "tensor parallel": (4, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
+    "pipeline": (4, ["--pipeline-model-parallel-size", "2"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("flags", "sizes", "layouts"),
+    [
+        (PLAIN, {"steps": 3}, ("two ranks", "replicas", "tensor parallel")),
+        (STREAMING, {"steps": 4, "fragments": 2, "overlap": 1, "mixing": 0.5}, ("divided state", "pipeline")),
+    ],
+    ids=["plain", "streaming"],
+)
+def test_sites_train_as_the_simulation_says(
+    flags: list[str], sizes: dict[str, Any], layouts: tuple[str, ...], tmp_path: Path
+) -> None:
+    programs = []
+    for name in layouts:
+        ranks, layout = LAYOUTS[name]
+        programs += start(tmp_path / name, ranks, *flags, *layout)
+    check(programs)
+    for name in layouts:
+        ranks, layout = LAYOUTS[name]
+        expected = simulate(ranks // SITES if layout in ([], ["--use-distributed-optimizer"]) else 1, **sizes)
+        assert read_losses(tmp_path / name) == pytest.approx(expected, abs=2e-5), name
