@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,15 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.flags(
+    "--diloco-replicas",
+    "--diloco-inner-steps",
+    "--diloco-outer-lr",
+    "--diloco-outer-momentum",
+    "--diloco-fragments",
+    "--diloco-overlap-steps",
+    "--diloco-mixing",
+)
 @pytest.mark.parametrize(
     ("flags", "sizes", "layouts"),
     [
@@ -140,3 +151,68 @@ def test_sites_train_as_the_simulation_says(
         ranks, layout = LAYOUTS[name]
         expected = simulate(ranks // SITES if layout in ([], ["--use-distributed-optimizer"]) else 1, **sizes)
         assert read_losses(tmp_path / name) == pytest.approx(expected, abs=2e-5), name
+
+
+@pytest.mark.flags("--diloco-exchange-dtype")
+def test_a_resumed_run_is_the_same_with_an_exchange_under_way_and_rounded_numbers(tmp_path: Path) -> None:
+    """Saved after iteration 4, whose exchange is applied after iteration 6."""
+    flags = [*STREAMING, "--diloco-fragments", "1", "--diloco-overlap-steps", "2", "--diloco-exchange-dtype", "e3m0"]
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    check(start(whole, 2, *flags))
+    keeps = ["--save", tmp_path / "saved", "--load", tmp_path / "saved", "--save-interval", "4"]
+    check(start(parted, 2, *flags, *keeps, "--exit-interval", "4"))
+    assert (tmp_path / "saved" / "site_1" / "iter_0000004").is_dir()
+    check(start(tmp_path / "on", 2, *flags, *keeps))
+    assert read_losses(parted) + read_losses(tmp_path / "on") == read_losses(whole)
+
+
+# On a fast machine the others would be done before a site is back.
+SLOW = """
+import time
+from megatron.training.hooks.sites import SitesHook
+SitesHook.on_step_start = lambda self, run: time.sleep(0.08)
+"""
+
+
+def start_site(directory: Path, site: int, address: str, *flags: str | Path) -> Program:
+    """A site that is a job of its own, of one process."""
+    program = directory / "train.py"
+    program.write_text(SLOW + PROGRAM)
+    key = directory / "key"
+    key.write_bytes(b"sixteen bytes and more")
+    words = [*FLAGS, *PLAIN, "--global-batch-size", str(BATCH), "--diloco-replicas", str(SITES), "--train-iters", "160"]
+    words += ["--datacenter-id", str(site), "--diloco-address", address, "--diloco-key-file", str(key)]
+    words += ["--metrics-dir", str(directory / f"site{site}"), *map(str, flags)]
+    return Program([program, *words], environment({}), ROOT)
+
+
+def wait_for_iteration(directory: Path, iteration: int) -> None:
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline:
+        if (directory / "metrics.jsonl").is_file() and len(read_losses(directory)) >= iteration:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{directory} did not come to iteration {iteration}")
+
+
+@pytest.mark.flags("--diloco-timeout-seconds", "--diloco-min-replicas")
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_site_that_is_lost_and_comes_back_goes_on_with_the_others(lost: int, tmp_path: Path) -> None:
+    """From the beginning, without a checkpoint: whoever is left has the outer state."""
+    address, other = f"127.0.0.1:{free_port()}", 1 - lost
+    # A site that is gone is not waited for, so that the time-out does not matter.
+    limits = ["--diloco-timeout-seconds", "60", "--diloco-min-replicas", "1", "--lr", "1e-3"]
+    programs = [start_site(tmp_path, site, address, *limits) for site in range(SITES)]
+    wait_for_iteration(tmp_path / f"site{other}", 8)
+    programs[lost].kill()
+    programs[lost].wait(20)
+    count = len(read_losses(tmp_path / f"site{other}"))
+    wait_for_iteration(tmp_path / f"site{other}", count + 8)
+    back = start_site(tmp_path, lost, address, *limits)
+    done = finish([programs[other], back])
+    for ended in done:
+        assert ended.returncode == 0, ended.stdout[-1000:] + ended.stderr[-3000:]
+    assert f"site {lost} is lost; this one goes on" in done[0].stdout
+    assert re.search(r"the other sites are at iteration \d+: going on there from \d", done[1].stdout)
+    first, second = (read_losses(tmp_path / f"site{site}")[-30:] for site in range(SITES))
+    assert first == pytest.approx(second, abs=1e-6), "both log the mean of their losses"

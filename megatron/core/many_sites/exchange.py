@@ -101,8 +101,8 @@ class Exchange:
         with self._change:
             return self._change.wait_for(condition, timeout=max(0.0, deadline - time.monotonic()))
 
-    def close(self) -> None:
-        """End all connections."""
+    def close(self, *, is_done: bool) -> None:
+        """End all connections. is_done: tell the others that this site's run is over."""
         with self._change:
             self._is_closed = True
             links = list(self._links.values())
@@ -110,7 +110,8 @@ class Exchange:
             with contextlib.suppress(OSError):
                 self._listener.close()
         for link in links:
-            link.send(Message("bye", {}))
+            if is_done:
+                link.send(Message("bye", {}))
             link.close()
 
     def _accept_all(self, listener: socket.socket) -> None:

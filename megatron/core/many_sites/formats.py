@@ -6,7 +6,7 @@
 | fp32 | 32                                         | none                                                      |
 | bf16 | 16                                         | 2^-9 of the element                                       |
 | int8 | 8 and a float32 scale for each BLOCK       | 1/254 of the largest element of the block                 |
-| e3m0 | 4 and a float32 scale for each BLOCK       | a third of the element: a sign and a power of two (seven) |
+| e3m0 | 4 and a float32 scale for each BLOCK       | 0.42 of the element: a sign and one of seven powers of 2|
 
 What is lost is kept and added next time (error feedback; Seide et al., 2014), which is the caller's part.
 """

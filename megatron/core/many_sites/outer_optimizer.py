@@ -205,10 +205,10 @@ class OuterOptimizer:
             self.waited_seconds += time.monotonic() - began_at
         return found if self.world.size() == 1 else broadcast_object(found, self.world, 0)
 
-    def close(self) -> None:
-        """End the connections."""
+    def close(self, *, is_done: bool = True) -> None:
+        """End the connections. is_done: the run is over, and the others need not expect this site again."""
         if self.exchange is not None:
-            self.exchange.close()
+            self.exchange.close(is_done=is_done)
 
     # ---- one exchange
 
@@ -458,7 +458,9 @@ class OuterOptimizer:
 
         exchange.wait_until(lambda: is_answered() or 0 not in exchange.connected, deadline)
         message = exchange.take(0, "means", "") if is_answered() else None
-        return values if message is None else list(message.fields["values"])
+        means = values if message is None else list(message.fields["values"])
+        # A site that has moved in between has losses of other steps.
+        return means if len(means) == len(values) else values
 
     # ---- state, and what both need
 

@@ -54,7 +54,7 @@ class SitesHook(Hook):
     def on_close(self, run: Run) -> None:
         """End the connections."""
         if run.outer is not None:
-            run.outer.close()
+            run.outer.close(is_done=run.progress.finished)
 
     def state_dict(self) -> dict[str, Any]:
         """Called while a checkpoint is written, whose tensors are read afterwards."""
