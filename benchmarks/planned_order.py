@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the planner order layouts as this machine does? Twelve of them, predicted from a measured row and trained.
+"""Order of twelve layouts: as the planner predicts it from a measured device row, and as this machine trains them.
 
     python -m benchmarks.planned_order
 

@@ -144,6 +144,8 @@ class OuterOptimizer:
         self._late: set[int] = set()
         self._behind: dict[int, str] = {}
         """Sites that wait for the outer state, and the topic about which they asked."""
+        self._answered: dict[int, list[Any]] = {}
+        """By site, the last exchange for which it was answered, or will be in a moment."""
         self._is_first_meeting = True
         self._fragments = _divide(optimizer, settings)
         kinds = [_WEIGHT, _MOMENTUM]
@@ -295,6 +297,9 @@ class OuterOptimizer:
         pending.is_over = True
         present = [site for site in others if flags[site]]
         messages = {} if exchange is None else {site: exchange.take(site, "delta", topic) for site in present}
+        for site, message in messages.items():
+            if message is not None:
+                self._answered[site] = [topic, *message.fields["place"]]
         verdict = None
         if self.world.rank() == 0:
             told = {site: message.fields for site, message in messages.items() if message is not None}
@@ -357,6 +362,10 @@ class OuterOptimizer:
 
         def list_missing() -> set[int]:
             expected = set(range(1, self.settings.sites)) if self._is_first_meeting else exchange.connected
+            if kind == "delta":
+                # In step, values come before: these are of a site that is elsewhere, and waits for an answer there.
+                for site in expected & exchange.connected:
+                    self._return_values(exchange, site)
             # Before the first meeting nobody is known to be slow; a lost site is not waited for.
             if self._is_first_meeting:
                 expected -= exchange.ever_met - exchange.connected
@@ -374,10 +383,21 @@ class OuterOptimizer:
         message = exchange.peek(site, "delta", topic)
         return message is not None and message.fields["version"] >= 0
 
+    def _has_values(self, exchange: Exchange, site: int, about: str) -> bool:
+        # Whatever they are about: a site that is elsewhere will not come here before it has been answered. The same
+        # holds for one that stands at an exchange.
+        if exchange.peek(site, "values", "") is not None:
+            return True
+        standing = exchange.peek(site, "standing", "")
+        return standing is not None and standing.fields["at"] != self._answered.get(site)
+
     @staticmethod
-    def _has_values(exchange: Exchange, site: int, about: str) -> bool:
-        message = exchange.peek(site, "values", "")
-        return message is not None and message.fields["about"] == about
+    def _return_values(exchange: Exchange, site: int) -> None:
+        """Let a site that is elsewhere go on with its own values."""
+        message = exchange.take(site, "values", "")
+        if message is not None:
+            fields = message.fields
+            exchange.send(site, "means", "", urgent=True, about=fields["about"], values=fields["values"])
 
     def _tell(self, sites: Sequence[int], outcome: str, topic: str, payload: bytes = b"", **fields: Any) -> None:
         if self.exchange is not None:
@@ -400,6 +420,7 @@ class OuterOptimizer:
         exchange, message = self.exchange, None
         code, neutral = 0, exchange is None
         if exchange is not None:
+            exchange.send(0, "standing", "", urgent=True, at=[pending.topic, *pending.began])
             exchange.wait_until(
                 lambda: exchange.peek(0, "answer", pending.topic) is not None or 0 not in exchange.connected,
                 self._deadline(pending),
@@ -437,13 +458,18 @@ class OuterOptimizer:
     def _average(self, exchange: Exchange, about: str, values: list[float], deadline: float) -> list[float]:
         if self.leads:
             self._hear(exchange, "values", about, deadline)
-            rows = [values]
-            there = [site for site in range(1, self.settings.sites) if self._has_values(exchange, site, about)]
-            for site in there:
-                message = exchange.take(site, "values", "")
-                assert message is not None
-                if len(message.fields["values"]) == len(values):
-                    rows.append(message.fields["values"])
+            rows, there = [values], []
+            for site in range(1, self.settings.sites):
+                message = exchange.peek(site, "values", "")
+                if message is None:
+                    continue
+                theirs = message.fields["values"]
+                if message.fields["about"] == about and len(theirs) == len(values):
+                    exchange.take(site, "values", "")
+                    rows.append(theirs)
+                    there.append(site)
+                else:
+                    self._return_values(exchange, site)
             means = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
             for site in there:
                 exchange.send(site, "means", "", urgent=True, about=about, values=means)
@@ -458,9 +484,7 @@ class OuterOptimizer:
 
         exchange.wait_until(lambda: is_answered() or 0 not in exchange.connected, deadline)
         message = exchange.take(0, "means", "") if is_answered() else None
-        means = values if message is None else list(message.fields["values"])
-        # A site that has moved in between has losses of other steps.
-        return means if len(means) == len(values) else values
+        return values if message is None else list(message.fields["values"])
 
     # ---- state, and what both need
 
