@@ -13,13 +13,10 @@ What is lost is kept and added next time (error feedback; Seide et al., 2014), w
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 import torch
 from torch import Tensor
 
-ExchangeFormat = Literal["fp32", "bf16", "int8", "e3m0"]
 BLOCK = 256
 """Elements that share a scale."""
 LOSSY = ("bf16", "int8", "e3m0")

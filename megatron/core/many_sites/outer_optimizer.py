@@ -17,9 +17,8 @@ checkpoint is given it by another one.
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -29,12 +28,11 @@ from torch import Tensor
 from megatron.core.collectives import all_reduce, broadcast, broadcast_object
 from megatron.core.dist_checkpointing.mapping import OUTER_PREFIX
 from megatron.core.many_sites.exchange import Exchange
-from megatron.core.many_sites.formats import BLOCK, LOSSY, ExchangeFormat, count_bytes, count_padded, decode, encode
-from megatron.core.optimizer.group_state import GroupState
+from megatron.core.many_sites.formats import LOSSY, count_bytes, decode, encode
+from megatron.core.many_sites.shares import Piece, Share, divide
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import Group
 
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
 _WEIGHT, _MOMENTUM, _RESIDUAL, _MEAN = (OUTER_PREFIX + name for name in ("weight", "momentum", "residual", "mean"))
 
 
@@ -49,49 +47,9 @@ class OuterSettings:
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     mixing: float = 0.0
-    form: ExchangeFormat = "fp32"
+    form: str = "fp32"
     min_replicas: int = 1
     timeout_seconds: float = 600.0
-
-
-class _Piece(NamedTuple):
-    """A part of a parameter that this process updates."""
-
-    state: GroupState
-    piece: tuple[int, int]
-    place: slice
-
-    @property
-    def values(self) -> Tensor:
-        return self.state.values(self.piece, self.place)
-
-    def companion(self, kind: str) -> Tensor:
-        return self.state.companions[kind][self.place]
-
-
-class _Share:
-    """Pieces of one fragment of which the same processes of a site have copies: the first of them exchanges."""
-
-    def __init__(self, pieces: Sequence[_Piece], copies: Group, form: str) -> None:
-        self.pieces, self.copies, self.form = pieces, copies, form
-        self.is_exchanged = copies.rank() == 0
-        self._lengths = [piece.place.stop - piece.place.start for piece in pieces]
-        self.numel = sum(count_padded(length, form) for length in self._lengths)
-
-    def gather(self, read: Callable[[_Piece], Tensor]) -> Tensor:
-        """One float32 vector [numel] on the CPU."""
-        flat, first = torch.zeros(self.numel), 0
-        for piece, length in zip(self.pieces, self._lengths, strict=True):
-            flat[first : first + length] = read(piece)
-            first += count_padded(length, self.form)
-        return flat
-
-    def scatter(self, flat: Tensor, write: Callable[[_Piece, Tensor], Any]) -> None:
-        """The inverse: hand each piece its part, on its device."""
-        first = 0
-        for piece, length in zip(self.pieces, self._lengths, strict=True):
-            write(piece, flat[first : first + length].to(piece.values.device))
-            first += count_padded(length, self.form)
 
 
 class Place(NamedTuple):
@@ -147,7 +105,7 @@ class OuterOptimizer:
         self._answered: dict[int, list[Any]] = {}
         """By site, the last exchange for which it was answered, or will be in a moment."""
         self._is_first_meeting = True
-        self._fragments = _divide(optimizer, settings)
+        self._fragments = divide(optimizer, settings.fragments, settings.form)
         kinds = [_WEIGHT, _MOMENTUM]
         kinds += [_RESIDUAL] if settings.form in LOSSY else []
         kinds += [_MEAN] if settings.overlap_steps else []
@@ -267,7 +225,7 @@ class OuterOptimizer:
                 share.scatter(pending.lost[number], lambda piece, part: piece.companion(_RESIDUAL).copy_(part))
             mean = pending.means[number]
 
-            def step(piece: _Piece, part: Tensor) -> None:
+            def step(piece: Piece, part: Tensor) -> None:
                 outer, momentum = piece.companion(_WEIGHT), piece.companion(_MOMENTUM)
                 momentum.mul_(mu).add_(part)
                 outer.sub_(part.add(momentum, alpha=mu), alpha=eta)
@@ -400,11 +358,9 @@ class OuterOptimizer:
             exchange.send(site, "means", "", urgent=True, about=fields["about"], values=fields["values"])
 
     def _tell(self, sites: Sequence[int], outcome: str, topic: str, payload: bytes = b"", **fields: Any) -> None:
-        if self.exchange is not None:
-            for site in sites:
-                self.exchange.send(
-                    site, "answer", topic, payload, outcome=outcome, version=self.version, **fields
-                )  # fmt: skip
+        fields |= {"outcome": outcome, "version": self.version}
+        for site in sites if self.exchange is not None else ():
+            self.exchange.send(site, "answer", topic, payload, **fields)  # type: ignore[union-attr]
 
     def _give_state(self, now: Place) -> None:
         state = self._dump()
@@ -491,7 +447,7 @@ class OuterOptimizer:
     def _deadline(self, pending: _Pending) -> float:
         return pending.began_at + self.settings.timeout_seconds
 
-    def _share_out(self, share: _Share, mean: Tensor) -> Tensor:
+    def _share_out(self, share: Share, mean: Tensor) -> Tensor:
         """The mean on all processes that have copies of these weights."""
         if share.copies.size() > 1:
             moved = mean.to(self.optimizer.device)
@@ -531,47 +487,14 @@ class OuterOptimizer:
         self.version, self._pending = version, []
         return True
 
-    def _exchanged(self) -> list[_Share]:
+    def _exchanged(self) -> list[Share]:
         return [share for shares in self._fragments for share in shares if share.is_exchanged]
 
     @torch.no_grad()
-    def _each_piece(self, action: Callable[[_Piece], Any]) -> None:
+    def _each_piece(self, action: Callable[[Piece], Any]) -> None:
         for share in (share for shares in self._fragments for share in shares):
             for piece in share.pieces:
                 action(piece)
 
 
 _OUTCOMES = ("lost", "none", "mean", "state", "give")
-
-
-def count_longest_message(optimizer: MegatronOptimizer) -> int:
-    """Bytes of the longest message of this process: its outer state, and some more."""
-    owned = sum(stop - start for state in optimizer.states for start, stop in state.owned)
-    pieces = sum(len(state.owned) + len(state.members) for state in optimizer.states)
-    return 8 * (owned + BLOCK * pieces) + 2**20
-
-
-def is_exchanging(optimizer: MegatronOptimizer) -> bool:
-    """Return whether this process is the first of a site with some of its weights."""
-    return any(state.buffer.reduction.copies.rank() == 0 for state in optimizer.states)
-
-
-def _list_pieces(optimizer: MegatronOptimizer) -> Iterator[tuple[str, _Piece, Group]]:
-    """Yield what this process updates, parameter by parameter, and who has copies of it."""
-    for state in optimizer.states:
-        for member in state.members:
-            for piece, place in state.pieces([(member.slot.start, member.slot.start + member.slot.numel)]):
-                yield member.name, _Piece(state, piece, place), state.buffer.reduction.copies
-
-
-def _divide(optimizer: MegatronOptimizer, settings: OuterSettings) -> list[list[_Share]]:
-    """The pieces of each fragment: layers in turn, what stands before them in the first, what follows in the last."""
-    found: list[dict[int, tuple[Group, list[_Piece]]]] = [{} for _ in range(settings.fragments)]
-    for name, piece, copies in _list_pieces(optimizer):
-        layer = _LAYER.search(f".{name}")
-        if layer is not None:
-            fragment = int(layer[1]) % settings.fragments
-        else:
-            fragment = 0 if "embedding" in name else settings.fragments - 1
-        found[fragment].setdefault(id(copies), (copies, []))[1].append(piece)
-    return [[_Share(pieces, copies, settings.form) for copies, pieces in shares.values()] for shares in found]

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron.core.config_base import CheckedConfig, flag, name_multiples
-from megatron.core.many_sites.formats import ExchangeFormat
 from megatron.core.setting import Needs, PathText
 
 _SITES = Needs("--diloco-replicas of 2 or more", lambda run: run.diloco_replicas > 1)
@@ -45,7 +45,7 @@ class SitesConfig(CheckedConfig):
     """Go on so many steps while an exchange is under way."""
     diloco_mixing: float = flag(0.0, minimum=0.0, maximum=1.0, needs=_SITES)
     """Share of a site's own weights after an outer step; the rest are the weights that all sites have."""
-    diloco_exchange_dtype: ExchangeFormat = flag("fp32", needs=_SITES)
+    diloco_exchange_dtype: Literal["fp32", "bf16", "int8", "e3m0"] = flag("fp32", needs=_SITES)
     """Number format of what is exchanged. What is lost is added to the next exchange."""
     diloco_min_replicas: int = flag(1, minimum=1, unit="sites", needs=_SITES)
     """Make no outer step with fewer sites."""

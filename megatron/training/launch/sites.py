@@ -20,9 +20,8 @@ from megatron.core.many_sites.link import digest_of
 from megatron.core.many_sites.outer_optimizer import (
     OuterOptimizer,
     OuterSettings,
-    count_longest_message,
-    is_exchanging,
 )
+from megatron.core.many_sites.shares import count_longest_message, is_exchanging
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer
 from megatron.training.config.container import RunConfig
 from megatron.training.config.sites import SitesConfig, split_address
