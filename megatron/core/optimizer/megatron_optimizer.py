@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupKey, ParamGroup, make_param_groups
 from megatron.core.optimizer.param_overrides import ParamGroupOverride, ParamKey
 from megatron.core.optimizer.rule_table import RULES
-from megatron.core.optimizer.update_rules import UpdateRule
+from megatron.core.optimizer.update_rules import UpdateRule, load_rule
 from megatron.core.optimizer.upstream_methods import UpstreamMethods
 from megatron.core.optimizer.whole_matrices import locate_member
 from megatron.core.placement import get_placement
@@ -454,13 +453,6 @@ def _write_back(states: Sequence[GroupState]) -> None:
         state.copy_main_to_model()
 
 
-def load_rule(name: str) -> type[UpdateRule]:
-    """Import the class of a rule of --optimizer."""
-    module, _, class_name = RULES[name].path.rpartition(".")
-    rule: type[UpdateRule] = getattr(importlib.import_module(f"megatron.core.optimizer.{module}"), class_name)
-    return rule
-
-
 ChainedOptimizer = MegatronOptimizer
 
 
@@ -496,7 +488,7 @@ def get_megatron_optimizer(
         raise ConfigError(
             "dump_param_to_param_group_map is not supported; MegatronOptimizer.param_keys() has the group of each"
         )
-    check_agreement(config, model_chunks)
+    config.check_agreement(chunk.ddp_config for chunk in model_chunks)
     is_divided = any(chunk.ddp_config.use_distributed_optimizer for chunk in model_chunks)
     groups = pg_collection or ProcessGroupCollection.current()
     build = DistributedOptimizer if is_divided else MegatronOptimizer
@@ -504,16 +496,3 @@ def get_megatron_optimizer(
     return build(
         config=config, model_chunks=model_chunks, groups=groups, update_rule=update_rule, overrides=overrides
     )  # fmt: skip
-
-
-def check_agreement(config: OptimizerConfig, model_chunks: Sequence[ModelChunk]) -> None:
-    """Raise ConfigError where the optimizer's config says another thing about the chunks than their own does."""
-    for name in ("use_distributed_optimizer", "overlap_param_gather", "overlap_param_gather_with_optimizer_step"):
-        for chunk in model_chunks:
-            asked, found = getattr(config, name), getattr(chunk.ddp_config, name)
-            # False is the default, and says nothing.
-            if asked and not found:
-                raise ConfigError(
-                    f"OptimizerConfig({name}=True), and the model was wrapped with DistributedDataParallelConfig("
-                    f"{name}=False); give both the same"
-                )

@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.config_base import CheckedConfig, derived, flag
+from megatron.core.errors import ConfigError
 from megatron.core.optimizer.rule_table import RULES, reads_constants
 from megatron.core.setting import Needs, NeedsGPU, PathText
 
 if TYPE_CHECKING:
     import torch
+
+    from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 
 _QK_NORM = Needs("--qk-layernorm", lambda run: run.qk_layernorm)
 # name=name binds each name now; a lambda reads a loop variable only when it is called.
@@ -222,3 +225,16 @@ class OptimizerConfig(CheckedConfig):
         for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
             if getattr(self, name) != "fp32" and not self.use_precision_aware_optimizer:
                 yield f"{self.say(name)} needs --use-precision-aware-optimizer"
+
+    def check_agreement(self, wrappers: Iterable[DistributedDataParallelConfig]) -> None:
+        """Raise ConfigError where this says another thing about the chunks than the configs of their wrappers do."""
+        for wrapper in wrappers:
+            for name in (
+                "use_distributed_optimizer", "overlap_param_gather", "overlap_param_gather_with_optimizer_step",
+            ):  # fmt: skip
+                # False is the default, and says nothing.
+                if getattr(self, name) and not getattr(wrapper, name):
+                    raise ConfigError(
+                        f"OptimizerConfig({name}=True), and the model was wrapped with DistributedDataParallelConfig("
+                        f"{name}=False); give both the same"
+                    )

@@ -8,6 +8,7 @@ docs/optimizers.md.
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from megatron.core.kernels import launching
 from megatron.core.optimizer.group_state import CHUNK, FlatShard, GroupState
+from megatron.core.optimizer.rule_table import RULES
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -203,3 +205,10 @@ class Lion(UpdateRule):
                 # Before the mean moves: the sign mixes in the gradient with beta1, the mean that is kept with beta2.
                 param.add_(torch.lerp(grad, kept["exp_avg"], beta1).sign_(), alpha=-options["lr"])
                 kept["exp_avg"].lerp_(grad, 1.0 - beta2)
+
+
+def load_rule(name: str) -> type[UpdateRule]:
+    """Import the class of a rule of --optimizer."""
+    module, _, class_name = RULES[name].path.rpartition(".")
+    rule: type[UpdateRule] = getattr(importlib.import_module(f"megatron.core.optimizer.{module}"), class_name)
+    return rule

@@ -341,7 +341,7 @@ def test_the_table_of_rules_is_the_only_list() -> None:
         assert torch.equal(network.weight, before[0] / 2)
         torch.testing.assert_close(network.bias.detach(), before[1] - 0.1)
         assert rule_table.needs_whole_matrices("halving") and rule_table.reads_constants(config, "sgd")
-    assert all(issubclass(megatron_optimizer.load_rule(name), UpdateRule) for name in rule_table.RULES)
+    assert all(issubclass(update_rules.load_rule(name), UpdateRule) for name in rule_table.RULES)
     constants = {name.partition("_")[0] for entry in rule_table.RULES.values() for name in entry.constants}
     assert constants == set(rule_table.RULES)
 

@@ -124,7 +124,11 @@ BASES = ("", f"{_EFFECTIVE} rope --use-rope-scaling",
          "--normalization RMSNorm",
          "--num-layers 3 --hybrid-layer-pattern MKL --mamba-num-groups 2 --mamba-num-heads 4 "
          "--mamba-head-dim 8 --linear-num-key-heads 4 --linear-num-value-heads 4 --linear-key-head-dim 8 "
-         "--linear-value-head-dim 8")  # fmt: skip
+         "--linear-value-head-dim 8",
+         "--num-layers 2 --multi-latent-attention --position-embedding-type rope --disable-bias-linear "
+         "--qk-head-dim 8 --v-head-dim 8 --qk-pos-emb-head-dim 8 --experimental-attention-variant dsa "
+         "--dsa-indexer-n-heads 2 --dsa-indexer-head-dim 16 --dsa-indexer-topk 8 "
+         "--dsa-indexer-topk-freq 2")  # fmt: skip
 
 
 @functools.cache
