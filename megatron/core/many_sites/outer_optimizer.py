@@ -96,8 +96,6 @@ class OuterOptimizer:
         """Outer steps so far."""
         self.waited_seconds = 0.0
         """Time for which training stood still for other sites so far."""
-        self.present = 1
-        """Sites that took part in the last exchange, where this is the first one."""
         self._pending: list[_Pending] = []
         self._late: set[int] = set()
         self._behind: dict[int, str] = {}
@@ -269,7 +267,6 @@ class OuterOptimizer:
             return self._take_state_from(ahead, topic, verdict, deadline)
         self._behind |= {site: topic for site, (version, _) in verdict.items() if version < self.version}
         members = [site for site, (version, _) in verdict.items() if version == self.version]
-        self.present = 1 + len(members)
         furthest = max([pending.began, *(verdict[site][1] for site in members)])
         if 1 + len(members) < self.settings.min_replicas:
             self._tell(members, "none", topic)

@@ -15,6 +15,7 @@ from megatron.core.mesh import find_instances_problem, size_problems
 from megatron.core.optimizer.rule_table import needs_whole_matrices
 from megatron.core.pipeline_parallel.schedules import interleaved_problem
 from megatron.training.config.run_groups import RunGroups
+from megatron.training.config.sites import split_addresses
 
 _FORMATS = ("megatron_fsdp_main_params_dtype", "megatron_fsdp_main_grads_dtype", "megatron_fsdp_grad_comm_dtype")
 
@@ -295,7 +296,18 @@ def sites_train_by_themselves(run: RunGroups) -> Iterator[str]:
     """Yield what several sites cannot be combined with."""
     if run.sites.diloco_replicas == 1:
         return
-    several = run.say("diloco_replicas")
+    several, sites = run.say("diloco_replicas"), run.sites
+    if sites.diloco_timeout_seconds >= 60 * run.distributed.distributed_timeout_minutes:
+        yield (
+            f"{run.say('diloco_timeout_seconds')} is not less than {run.say('distributed_timeout_minutes')}: ranks "
+            "that wait for one of theirs, which waits for another site, would give up first"
+        )
+    addresses = split_addresses(sites.diloco_address) if sites.diloco_address is not None else None
+    if addresses is not None and run.site_size % len(addresses):
+        yield (
+            f"{run.say('diloco_address')} names {len(addresses)} nodes, which do not divide the {run.site_size} "
+            "processes of a site equally; give one address for each node of the first site"
+        )
     if run.ddp.use_torch_fsdp2:
         yield f"{several} cannot be combined with {sharding_flag(run)}; use --use-distributed-optimizer"
     if run.model.hybrid_context_parallel:
@@ -303,11 +315,7 @@ def sites_train_by_themselves(run: RunGroups) -> Iterator[str]:
     if run.in_process.inprocess_restart:
         yield f"{several} cannot be combined with --inprocess-restart; let the launcher start a site again"
     has_copies = run.ties_embeddings or run.model.mtp_num_layers is not None
-    if (
-        run.sites.diloco_exchange_dtype in ("int8", "e3m0")
-        and has_copies
-        and run.model.pipeline_model_parallel_size > 1
-    ):
+    if sites.diloco_exchange_dtype in ("int8", "e3m0") and has_copies and run.model.pipeline_model_parallel_size > 1:
         yield (
             f"{run.say('diloco_exchange_dtype')} would round the copies of the embedding on two pipeline stages "
             "differently; use bf16 or fp32, or --untie-embeddings-and-output-weights without --mtp-num-layers"

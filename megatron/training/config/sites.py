@@ -26,8 +26,9 @@ class SitesConfig(CheckedConfig):
     then all exchange what they have learnt. Without --datacenter-id, equal blocks of the job's ranks are the sites."""
     datacenter_id: int | None = flag(None, minimum=0, kind="layout", needs=_SITES)
     """Number of the site that this job is, from 0; the others are jobs of their own."""
-    diloco_address: str | None = flag(None, kind="layout", metavar="HOST:PORT", needs=(_SITES, _SEPARATE))
-    """Address at which the first site listens, and which the others call. Rank r uses the port r above it."""
+    diloco_address: str | None = flag(None, kind="layout", metavar="HOST:PORT[,...]", needs=(_SITES, _SEPARATE))
+    """Addresses at which the first site listens, and which the others call: one for each of its nodes, separated by
+    commas. The ranks of a node use as many ports, from the given one on."""
     diloco_key_file: PathText | None = flag(None, kind="layout", needs=(_SITES, _SEPARATE))
     """File with the key, the same at all sites, that every message between them is signed with."""
     diloco_inner_steps: int = flag(
@@ -49,7 +50,7 @@ class SitesConfig(CheckedConfig):
     """Number format of what is exchanged. What is lost is added to the next exchange."""
     diloco_min_replicas: int = flag(1, minimum=1, unit="sites", needs=_SITES)
     """Make no outer step with fewer sites."""
-    diloco_timeout_seconds: float = flag(600.0, above=0.0, unit="seconds", kind="layout", needs=_SITES)
+    diloco_timeout_seconds: float = flag(300.0, above=0.0, unit="seconds", kind="layout", needs=_SITES)
     """Wait so long for the other sites, at an exchange or for their losses."""
 
     @property
@@ -79,13 +80,19 @@ class SitesConfig(CheckedConfig):
         for name in ("diloco_address", "diloco_key_file"):
             if getattr(self, name) is None:
                 yield f"--datacenter-id needs {self.say(name).split()[0]}: sites of their own meet by it"
-        if self.diloco_address is not None and split_address(self.diloco_address) is None:
-            yield f"{self.say('diloco_address')} is not HOST:PORT; give a name or address and a port from 1 to 65535"
+        if self.diloco_address is not None and split_addresses(self.diloco_address) is None:
+            yield (
+                f"{self.say('diloco_address')} is not HOST:PORT; give a name or address and a port from 1 to 65535, "
+                "for several nodes separated by commas"
+            )
 
 
-def split_address(text: str) -> tuple[str, int] | None:
-    """(host, port) of `HOST:PORT`; None for another text."""
-    host, colon, port = text.rpartition(":")
-    if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
-        return None
-    return host.strip("[]"), int(port)
+def split_addresses(text: str) -> list[tuple[str, int]] | None:
+    """(host, port) of each of `HOST:PORT,HOST:PORT`; None for another text."""
+    found = []
+    for part in text.split(","):
+        host, colon, port = part.strip().rpartition(":")
+        if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
+            return None
+        found.append((host.strip("[]"), int(port)))
+    return found

@@ -35,7 +35,6 @@ class SitesHook(Hook):
             self._outer.restart()
         else:
             self._outer.load_state_dict(self._loaded)
-        run.metrics.record("sites", self._outer.present, reduce="last")
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Exchange what is due."""
@@ -47,8 +46,11 @@ class SitesHook(Hook):
             return
         if run.is_first_rank:
             say(f"the other sites are at iteration {moved.iteration}: going on there from {progress.iteration}")
-        run.scheduler.step(moved.consumed_samples - progress.consumed_train_samples)
-        progress.iteration, progress.consumed_train_samples = moved
+        before = progress.consumed_train_samples
+        # The ledger then says that this site has not trained on them.
+        while progress.iteration < moved.iteration:
+            run.pass_over("this site was away")
+        run.scheduler.step(progress.consumed_train_samples - before)
         run.is_rewound = True
 
     def on_close(self, run: Run) -> None:

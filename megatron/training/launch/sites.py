@@ -24,7 +24,7 @@ from megatron.core.many_sites.outer_optimizer import (
 from megatron.core.many_sites.shares import count_longest_message, is_exchanging
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer
 from megatron.training.config.container import RunConfig
-from megatron.training.config.sites import SitesConfig, split_address
+from megatron.training.config.sites import SitesConfig, split_addresses
 from megatron.training.launch.launch import Launch
 
 _LEAST_KEY_BYTES = 16
@@ -142,13 +142,14 @@ def read_key(sites: SitesConfig) -> bytes:
 
 
 def _meet_at_address(exchange: Exchange, sites: SitesConfig, launch: Launch) -> None:
-    address = split_address(sites.diloco_address or "")
-    assert address is not None, "checked with the settings"
-    host, port = address
+    addresses = split_addresses(sites.diloco_address or "")
+    assert addresses is not None, "checked with the settings"
+    node, place = divmod(launch.rank, launch.world_size // len(addresses))
+    host, port = addresses[node]
     if exchange.site == 0:
-        exchange.listen(host if launch.rank == launch.local_rank else "", port + launch.rank)
+        exchange.listen(host, port + place)
     else:
-        exchange.call(host, port + launch.rank)
+        exchange.call(host, port + place)
 
 
 def _meet_in_job(

@@ -147,6 +147,11 @@ FEW = "--diloco-replicas 2 "
         (FEW + "--datacenter-id 2", "--datacenter-id 2 is none of the 2 sites"),
         (FEW + "--datacenter-id 1", "--datacenter-id needs --diloco-address"),
         (FEW + "--datacenter-id 1 --diloco-key-file k --diloco-address host", "is not HOST:PORT"),
+        (
+            FEW + "--datacenter-id 1 --diloco-key-file k --diloco-address a:1,b:1,c:1",
+            "names 3 nodes, which do not divide",
+        ),
+        (FEW + "--diloco-timeout-seconds 600", "is not less than --distributed-timeout-minutes 10"),
         ("--diloco-replicas 3", "--diloco-replicas 3 does not divide the 4 processes into equal sites; use 2 or 4"),
         (FEW + "--tensor-model-parallel-size 4", "2"),
         (FEW + "--use-torch-fsdp2", "--diloco-replicas 2 cannot be combined with --use-torch-fsdp2"),
