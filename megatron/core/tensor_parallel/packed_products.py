@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core.host_memory import read_host_memory
 from megatron.core.tensor_parallel.products import Matmul, onednn_is_faster, takes_float32
 
 _LEAST_WEIGHT = 1 << 16
@@ -46,9 +47,10 @@ def pack_weights(model: nn.Module) -> None:
     """Let the plain linear layers of a model multiply by ordered copies of their weights, where that is faster.
 
     For a model that nobody trains: an optimizer may write to weights in a way that does not show. In generation it then
-    takes its float32 weights twice.
+    takes its float32 weights twice, so nothing is ordered where they are more than a quarter of the memory that there is.
     """
-    if not onednn_is_faster():
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    if not onednn_is_faster() or weights > read_host_memory().total_bytes / 4:
         return
     layer: Any
     for layer in model.modules():

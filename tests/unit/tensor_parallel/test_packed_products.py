@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.core.host_memory import HostMemory
 from megatron.core.inference.engine import Engine, EngineSettings
 from megatron.core.tensor_parallel import packed_products
 from megatron.core.tensor_parallel.packed_products import PackedMatmul, pack_weights
@@ -39,3 +40,13 @@ def test_numbers_are_those_of_the_weights_as_they_are(biases: str, monkeypatch: 
     ids = torch.arange(6).unsqueeze(0)
     model.train()(ids, ids, labels=ids).mean().backward()
     check()
+
+
+def test_weights_of_more_than_a_quarter_of_the_memory_are_not_taken_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_products, "onednn_is_faster", lambda: True)
+    model = build_model(FLAGS)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    for factor, is_packed in ((3, False), (5, True)):
+        monkeypatch.setattr(packed_products, "read_host_memory", lambda f=factor: HostMemory(f * weights, "a test has"))
+        pack_weights(model)
+        assert any(isinstance(getattr(m, "product", 0), PackedMatmul) for m in model.modules()) == is_packed
