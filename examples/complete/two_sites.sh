@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# One training on two sites that a slow line connects: only gradients cross it, once in each step.
+# One training on two sites that a slow line connects: gradients cross it, once in each step, or, with EXCHANGE_EVERY=30,
+# weights in every 30th (DiLoCo: each site is a job of its own, and survives the other; docs/many_sites.md).
 #
 #   SITE=0 HEAD=10.0.0.1 bash examples/complete/two_sites.sh FLAGS ...       on the nodes of the first site
 #   SITE=1 HEAD=10.0.0.1 bash examples/complete/two_sites.sh FLAGS ...       on those of the second
@@ -18,6 +19,8 @@
 # Variables:
 #   SITE            0 or 1; HEAD, PORT: address of the first site's first node, and a port that the other site reaches
 #   NODES_PER_SITE  nodes of a site (1); NODE: this node's number in its site, from 0; GPUS_PER_NODE
+#   EXCHANGE_EVERY  steps between two exchanges of weights; KEY: file with the key that both sites have for them; EXCHANGE_PORT:
+#                   where the first site listens for them; SITE_HEAD: address of this site's first node, where it has several
 #   INTERFACE       the interface that reaches the other site, where there are several
 #   DATA_PATH       prefix of the dataset ON THIS SITE: each site reads its own copy, which must be the same files
 set -euo pipefail
@@ -26,7 +29,13 @@ timeout_minutes="${TIMEOUT_MINUTES:-10}"
 
 source "$root/examples/launch/steps.sh"
 
-layout=(--use-torch-fsdp2 --num-distributed-optimizer-instances 2 --distributed-timeout-minutes "$timeout_minutes")
+exchange_port="${EXCHANGE_PORT:-29701}"
+layout=(--distributed-timeout-minutes "$timeout_minutes")
+if [ -n "${EXCHANGE_EVERY:-}" ]; then
+    layout+=(--use-distributed-optimizer --diloco-replicas 2 --diloco-inner-steps "$EXCHANGE_EVERY")
+else
+    layout+=(--use-torch-fsdp2 --num-distributed-optimizer-instances 2)
+fi
 if [ "${GRAD_BITS:-32}" = 16 ]; then
     layout+=(--megatron-fsdp-grad-comm-dtype bf16)
 fi
@@ -46,6 +55,16 @@ if [ -n "${LAPTOP:-}" ]; then
         --tokenizer-type NullTokenizer --vocab-size 60 --num-workers 0 --log-comm-volume
         --hidden-dropout 0 --attention-dropout 0)
     export MEGATRON_DEVICE=cpu
+    if [ -n "${EXCHANGE_EVERY:-}" ]; then
+        key="${KEY:-$(mktemp)}"
+        [ -s "$key" ] || python -c "import secrets; print(secrets.token_hex(32))" > "$key"
+        site=(--diloco-address "127.0.0.1:$exchange_port" --diloco-key-file "$key" "${tiny[@]}")
+        start_node localhost "$((port + 1))" 1 0 "$gpus" --datacenter-id 1 "${site[@]}" "$@" > /dev/null &
+        second=$!
+        start_node localhost "$port" 1 0 "$gpus" --datacenter-id 0 "${site[@]}" "$@" || { kill "$second" 2> /dev/null; exit 1; }
+        wait "$second"
+        exit
+    fi
     # When it is told to end because the first site has failed, what it says of that would be the last line.
     start_node localhost "$port" 2 1 "$gpus" "${tiny[@]}" "$@" 2> >(grep -v "told to end by SIGTERM" >&2) &
     second=$!
@@ -65,5 +84,11 @@ fi
 nodes="${NODES_PER_SITE:-1}"
 # Between sites there is no InfiniBand: addresses and sockets are those of the long line.
 eval "$(python "$root/tools/env.py" --network ethernet ${INTERFACE:+--interface "$INTERFACE"} --format shell)"
+if [ -n "${EXCHANGE_EVERY:-}" ]; then
+    [ -n "${DRY_RUN:-}" ] || [ -s "${KEY:-}" ] || fail "KEY=${KEY:-} is no file with a key; make one: openssl rand -hex 32"
+    start_node "${SITE_HEAD:-localhost}" "${PORT:-29500}" "$nodes" "${NODE:-0}" "$GPUS_PER_NODE" --datacenter-id "$SITE" \
+        --diloco-address "$HEAD:$exchange_port" --diloco-key-file "${KEY:-KEY}" --data-path "$DATA_PATH" "$@"
+    exit
+fi
 start_node "$HEAD" "${PORT:-29500}" $((2 * nodes)) $((SITE * nodes + ${NODE:-0})) "$GPUS_PER_NODE" \
     --data-path "$DATA_PATH" "$@"

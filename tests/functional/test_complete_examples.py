@@ -192,6 +192,16 @@ def test_two_sites_train_the_same_run(tmp_path: Path) -> None:
     )
 
 
+def test_two_sites_exchange_weights(tmp_path: Path) -> None:
+    ports = {"PORT": free_port(), "EXCHANGE_PORT": free_port()}
+    done = script("two_sites.sh", tmp_path, LAPTOP="1", EXCHANGE_EVERY="2", **ports)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "site 1 is connected" in done.stdout and len(losses_of(done.stdout)) == 3
+    missing = {"SITE": "0", "HEAD": "a", "GPUS_PER_NODE": "8", "DATA_PATH": "x", "EXCHANGE_EVERY": "2", "DRY_RUN": "1"}
+    printed = script("two_sites.sh", tmp_path, **missing).stdout
+    assert "--datacenter-id 0 --diloco-address a:29701 --diloco-key-file KEY --data-path x" in printed
+
+
 # ---- 4: packing
 
 

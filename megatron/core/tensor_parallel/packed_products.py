@@ -47,7 +47,7 @@ def pack_weights(model: nn.Module) -> None:
     """Let the plain linear layers of a model multiply by ordered copies of their weights, where that is faster.
 
     For a model that nobody trains: an optimizer may write to weights in a way that does not show. In generation it then
-    takes its float32 weights twice, so nothing is ordered where they are more than a quarter of the memory that there is.
+    takes its float32 weights twice, so nothing is ordered where they are more than a quarter of the host's memory.
     """
     weights = sum(parameter.nbytes for parameter in model.parameters())
     if not onednn_is_faster() or weights > read_host_memory().total_bytes / 4:
