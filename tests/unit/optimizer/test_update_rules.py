@@ -327,7 +327,7 @@ def test_the_table_of_rules_is_the_only_list() -> None:
     rows = {**rule_table.RULES, "halving": rule_table.RuleEntry("update_rules.Halving", (), rest=lambda config: "sgd")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(update_rules, "Halving", Halving, raising=False)
-        for module in (rule_table, param_groups, megatron_optimizer):
+        for module in (rule_table, param_groups, megatron_optimizer, update_rules):
             patch.setattr(module, "RULES", rows)
         network = nn.Linear(2, 2)
         before = network.weight.detach().clone(), network.bias.detach().clone()
