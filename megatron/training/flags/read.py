@@ -33,6 +33,7 @@ from megatron.training.flags.command_line_rules import (
 )
 from megatron.training.flags.declarations import declared_flags, program_flags
 from megatron.training.flags.derive import derive, idle_notes, schedule_notes
+from megatron.training.flags.elastic import add_elastic_layout
 from megatron.training.flags.flag import Flag, table_flags
 from megatron.training.flags.given import ParsedFlags, Problem
 from megatron.training.flags.help import asked_for_help, format_help
@@ -128,6 +129,7 @@ def examine(
         world_size = min(_LARGEST_WORLD, math.prod(size for size in sizes if isinstance(size, int)))
     # Only now: the file may name a preset, and --load.
     add_preset_flags(parsed, world_size)
+    add_elastic_layout(parsed, world_size)
     if "use_checkpoint_args" in parsed.given:
         from megatron.training.flags.from_checkpoint import add_checkpoint_arguments
 
