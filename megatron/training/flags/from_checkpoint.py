@@ -27,6 +27,7 @@ from megatron.core.transformer.config_fields.mtp import MTPFields
 from megatron.core.transformer.config_fields.mup import MuPFields
 from megatron.core.transformer.config_fields.pipeline import PipelineFields
 from megatron.core.transformer.config_fields.positions import PositionFields
+from megatron.core.transformer.config_fields.sparse_attention import SparseAttentionFields
 from megatron.core.transformer.config_fields.state_mixers import StateMixerFields
 from megatron.training.checkpoint.tokenizer_assets import use_saved_files
 from megatron.training.config.checkpoint import find_hf_directory
@@ -47,8 +48,8 @@ from megatron.training.recipes.hf_config import (
 _DOCUMENT, _TENSORS = "config.json", "tensors.json"
 # Classes whose fields say what the model is.
 _MODEL = (
-    ArchitectureFields, AttentionFields, LatentAttentionFields, StateMixerFields, PositionFields, MoEFields, MTPFields,
-    MuPFields, GPTModelFlags,
+    ArchitectureFields, AttentionFields, LatentAttentionFields, SparseAttentionFields, StateMixerFields, PositionFields,
+    MoEFields, MTPFields, MuPFields, GPTModelFlags,
 )  # fmt: skip
 # Names code to run, which is for a user's own command line to say.
 _NEVER = "spec"

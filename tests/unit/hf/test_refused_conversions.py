@@ -68,8 +68,8 @@ BAD: dict[str, tuple[Any, str]] = {
     "shard elsewhere": (escape, "names the file '../model.safetensors' outside of"),
     "code": (add_code, "pytorch_model.bin cannot be used: refused class"),
     "unknown": (
-        lambda d: change_config(d, model_type="bloom"),
-        "models of the type bloom are not known; the nearest name is .*; known are gpt2, llama, ",
+        lambda d: change_config(d, model_type="lama"),
+        "models of the type lama are not known; the nearest name is .*; known are gpt2, llama, ",
     ),
     "narrower": (
         lambda d: change_config(d, intermediate_size=40),
@@ -177,6 +177,6 @@ def test_settings_that_no_family_has_are_refused() -> None:
 
 def test_a_refused_model_is_told_by_its_own_settings() -> None:
     # Not by flags that only the family's own config.json stands for, nor in words about a checkpoint.
-    told = r"(?!.*(checkpoint|needs)).* the closest is .*--normalization RMSNorm \(here LayerNorm\)"
+    told = r"(?!.*(checkpoint|needs)).* the closest is .*--position-embedding-type rope \(here learned_absolute\)"
     with pytest.raises(ConfigError, match=f"^{told}"):
         build_config_json(read_config("--swiglu --disable-bias-linear --num-experts 4"), 64, torch.float32)

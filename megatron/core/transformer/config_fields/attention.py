@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.config_base import derived, flag, name_divisors, name_multiples
+from megatron.core.errors import ConfigError
 from megatron.core.flag_texts import layer_pattern, window
 from megatron.core.plan.read import read_plan
 from megatron.core.setting import Needs, NeedsGPU
@@ -262,10 +263,16 @@ class AttentionFields(ArchitectureFields):
                 f"use {name_multiples(heads, tp * ranks)} heads, or --cp-comm-type p2p"
             )
 
+    def _attends_sparsely(self) -> bool:
+        try:
+            return "sparse_attention" in {branch.kind for branch in read_plan(self).branches()}
+        except ConfigError:
+            return False  # letters that describe no model, which another rule names
+
     def score_measuring_problems(self, asked: str) -> Iterator[str]:
         """Yield the cases in which the largest attention scores cannot be measured. asked: the flag that asks for
         it."""
-        if "sparse_attention" in {branch.kind for branch in read_plan(self).branches()}:
+        if self._attends_sparsely():
             yield f"{asked} is for scores of all keys, and sparse attention has those of a few; leave it out"
         # A ring sees scores block by block, and forgets them: no rank has a head's scores of a whole sequence.
         if self.context_parallel_size > 1:

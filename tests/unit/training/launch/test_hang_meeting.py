@@ -33,10 +33,10 @@ class _Wire:
 
 @pytest.fixture
 def hosts(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Meeting], list[_Wire]]:
-    """Three hosts of a rank each, whose clocks run twenty times as fast."""
-    for name, seconds in (("_SIGN_SECONDS", 0.05), ("_POLL_SECONDS", 0.0125), ("_GONE_SECONDS", 0.5)):
+    """Three hosts of a rank each, whose clocks run twice as fast."""
+    for name, seconds in (("_SIGN_SECONDS", 0.1), ("_POLL_SECONDS", 0.025), ("_GONE_SECONDS", 1.5)):
         monkeypatch.setattr(hang_meeting, name, seconds)
-    monkeypatch.setattr(hang_meeting, "_ANSWER_SECONDS", 5.0)
+    monkeypatch.setattr(hang_meeting, "_ANSWER_SECONDS", 20.0)
     store = HashStore()
     wires = [_Wire(store) for _ in range(3)]
     meetings = [Meeting(("", 0), "", lambda rank=rank: [rank], 3, lambda: False) for rank in range(3)]  # type: ignore[misc]
@@ -59,9 +59,9 @@ def test_a_host_that_answers_late_is_waited_for(hosts: tuple[list[Meeting], list
 
     def answer(rank: int) -> None:
         if rank:
-            meetings[rank].is_alarmed.wait(5.0)
+            meetings[rank].is_alarmed.wait(20.0)
         # Far longer than a host may be without a sign of life.
-        time.sleep(1.5 if rank == 2 else 0.0)
+        time.sleep(3.0 if rank == 2 else 0.0)
         outcomes[rank] = meetings[rank].judge_together([_state(rank)], f"stack {rank}")
         meetings[rank].close()
 
@@ -80,11 +80,16 @@ def test_a_host_that_answers_late_is_waited_for(hosts: tuple[list[Meeting], list
 def test_a_host_that_is_cut_off_is_named_and_not_waited_for(hosts: tuple[list[Meeting], list[_Wire]]) -> None:
     meetings, wires = hosts
     wires[2].is_cut.set()
-    time.sleep(0.8)
+    time.sleep(2.0)
     began_at = time.monotonic()
     alone = meetings[2].judge_together([_state(2)], "stack 2")
     assert alone is None, "the store does not answer"
-    threading.Thread(target=lambda: meetings[1].judge_together([_state(1)], "stack 1")).start()
+
+    def judge_or_wait() -> None:
+        meetings[1].judge_together([_state(1)], "stack 1")
+        meetings[1].close()  # whoever does not judge waits for it
+
+    threading.Thread(target=judge_or_wait).start()
     outcome = meetings[0].judge_together([_state(0)], "stack 0")
     assert outcome is not None
     verdict = outcome.verdict
@@ -92,7 +97,6 @@ def test_a_host_that_is_cut_off_is_named_and_not_waited_for(hosts: tuple[list[Me
         verdict = meetings[1]._outcome.verdict  # type: ignore[union-attr]
     assert verdict is not None and verdict.culprits == (2,)
     assert "rank 2 is not heard of: its host, or the network to it, is gone" in verdict.sentence
-    assert time.monotonic() - began_at < 3.0
-    for meeting in meetings[:2]:
-        meeting.close()
+    assert time.monotonic() - began_at < 15.0
+    meetings[0].close()
     wires[2].is_cut.clear()

@@ -75,6 +75,7 @@ def joining(monkeypatch: pytest.MonkeyPatch, flags: str) -> dict[str, Any]:
 
     def open_store(launch: Any, seconds: float) -> Any:
         given["store_seconds"] = seconds
+        return object()
 
     monkeypatch.setattr(subject, "open_store", open_store)
 
