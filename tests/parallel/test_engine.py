@@ -27,7 +27,7 @@ SIZES = """--num-layers 4 --hidden-size 36 --num-attention-heads 6 --seq-length 
 STYLES = {
     "dense": f"{ROPE} --group-query-attention --num-query-groups 2 --window-size 5,0 --window-attn-skip-freq 2",
     "latent": LATENT,
-    "states": KINDS["states"].replace("--num-layers 5", "").replace("MG*-K", "MG*-").replace("heads 3", "heads 2"),
+    "states": KINDS["states"].replace("--num-layers 6", "").replace("MG*-KL", "MG*-").replace("heads 3", "heads 2"),
     "experts": KINDS["experts"],
 }  # fmt: skip
 TP, PP, EP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--expert-model-parallel-size 2"
