@@ -17,13 +17,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron.core.errors import ConfigError
-from megatron.core.many_sites.link import Link, LinkError, Message
+from megatron.core.many_sites.link import LinkError, Message, SiteLink
 
 _RETRY_SECONDS = 0.5
 _HANDSHAKE_SECONDS = 10.0
+_QUIET_SECONDS = 2.0
+"""Wait that is not worth a word."""
 
 
-class Exchange:
+class SiteExchange:
     """Messages between this rank and its equals of the other sites.
 
     site: this one's number; the first listens. sites: how many there are. most: bytes of the longest message. settings:
@@ -32,14 +34,12 @@ class Exchange:
 
     def __init__(self, site: int, sites: int, key: bytes, *, most: int, settings: str) -> None:
         self.site, self.sites = site, sites
-        self.ever_met: set[int] = set()
-        """Sites that have been connected at some time."""
         self.ended: set[int] = set()
         """Sites that have said that their run is over."""
         self.problem: str | None = None
-        """Reason for which a site was turned away, if one was."""
+        """Reason for which a site was turned away, or this one by the first, if that was so."""
         self._key, self._most, self._settings = key, most, settings
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, SiteLink] = {}
         self._inbox: dict[tuple[int, str, str], Message] = {}
         self._change = threading.Condition()
         self._is_closed = False
@@ -59,6 +59,28 @@ class Exchange:
             ) from error
         threading.Thread(target=self._accept_all, args=(self._listener,), name="sites", daemon=True).start()
         return int(self._listener.getsockname()[1])
+
+    def meet(self, sites: set[int], seconds: float, say: Callable[[str], None]) -> None:
+        """Wait until these sites are connected, for some seconds at most. Raises ConfigError where the first site turns
+        this one away."""
+
+        def is_settled() -> bool:
+            # A stranger, or a wrong site, must not end the first one, which others may be in step with.
+            return sites <= self.connected or (self.site > 0 and self.problem is not None)
+
+        began_at = time.monotonic()
+        if not self.wait_until(is_settled, began_at + min(seconds, _QUIET_SECONDS)):
+            say(f"waiting for site {self._name(sites - self.connected)}, at most {seconds:g} s")
+            self.wait_until(is_settled, began_at + seconds)
+        if sites <= self.connected:
+            return
+        if self.site > 0 and self.problem is not None:
+            raise ConfigError(f"site {self.site} was turned away: {self.problem}")
+        say(f"warning: site {self._name(sites - self.connected)} has not come within {seconds:g} s; going on without")
+
+    @staticmethod
+    def _name(sites: set[int]) -> str:
+        return ", ".join(map(str, sorted(sites)))
 
     def call(self, host: str, port: int) -> None:
         """Connect to the first site, and again whenever the connection is lost."""
@@ -138,10 +160,10 @@ class Exchange:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         try:
-            link = Link(connection, self._key, is_caller=is_caller, most=self._most)
+            link = SiteLink(connection, self._key, is_caller=is_caller, most=self._most)
         except OSError as error:
             if isinstance(error, LinkError):
-                self.problem = str(error)
+                self._note_problem(str(error))
             connection.close()
             return
         connection.settimeout(None)
@@ -167,10 +189,10 @@ class Exchange:
         link.start(receive, lose)
         link.send(Message("hello", {"site": self.site, "sites": self.sites, "settings": self._settings}), urgent=True)
 
-    def _greet(self, link: Link, met: list[int], fields: Mapping[str, Any]) -> None:
+    def _greet(self, link: SiteLink, met: list[int], fields: Mapping[str, Any]) -> None:
         site = fields.get("site")
         if (fields.get("sites"), fields.get("settings")) != (self.sites, self._settings) or site == self.site:
-            self.problem = (
+            self._note_problem(
                 f"site {site} has another model, or other --diloco- flags, than site {self.site}; start all sites with "
                 "the same command, but for --datacenter-id and paths"
             )
@@ -179,10 +201,14 @@ class Exchange:
         with self._change:
             met[0] = int(str(site))
             old, self._links[met[0]] = self._links.get(met[0]), link
-            self.ever_met.add(met[0])
             # What a site said before it was lost is of an earlier life.
             for key in [key for key in self._inbox if key[0] == met[0]]:
                 del self._inbox[key]
             self._change.notify_all()
         if old is not None:
             old.close()
+
+    def _note_problem(self, text: str) -> None:
+        with self._change:
+            self.problem = text
+            self._change.notify_all()

@@ -28,7 +28,7 @@ _GREETING = b"megatron sites 1"
 
 
 class Message(NamedTuple):
-    """What one site tells another."""
+    """Message of one site to another."""
 
     kind: str
     fields: Mapping[str, Any]
@@ -37,10 +37,10 @@ class Message(NamedTuple):
 
 
 class LinkError(OSError):
-    """The connection is lost, or the other end is not who it should be."""
+    """The other end is not who it should be, or says what it should not."""
 
 
-class Link:
+class SiteLink:
     """Sends messages in a thread of its own, and hands what arrives to `receive`; `lost` is called once, at the end.
 
     The constructor makes the handshake on a connected socket. is_caller: this end has opened the connection. most:
@@ -98,6 +98,7 @@ class Link:
 
     def _send_all(self) -> None:
         while True:
+            # The lock is for the queues alone: a slow line must not keep anybody from adding to them.
             with self._change:
                 self._change.wait_for(lambda: self._urgent or self._waiting or not self._is_open)
                 if not self._is_open:
@@ -117,6 +118,7 @@ class Link:
         halves: dict[bytes, bytearray] = {b"u": bytearray(), b"w": bytearray()}
         while True:
             (length,) = _LENGTH.unpack(_read(self._socket, _LENGTH.size))
+            # Before anything is read of it: a stranger's length must not become memory.
             if not 2 <= length <= _PART_BYTES + 2:
                 raise LinkError(f"a frame of {length} bytes")
             sign, body = _read(self._socket, _HASH_BYTES), _read(self._socket, length)
@@ -159,7 +161,7 @@ def _read(connection: socket.socket, count: int) -> bytes:
     while len(content) < count:
         more = connection.recv(min(count - len(content), 2**20))
         if not more:
-            raise LinkError("the other end has closed the connection")
+            raise ConnectionError("the other end has closed the connection")
         content += more
     return bytes(content)
 

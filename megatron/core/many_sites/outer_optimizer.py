@@ -19,21 +19,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.core.collectives import all_reduce, broadcast, broadcast_object
 from megatron.core.dist_checkpointing.mapping import OUTER_PREFIX
-from megatron.core.many_sites.exchange import Exchange
+from megatron.core.many_sites.exchange import SiteExchange
 from megatron.core.many_sites.formats import LOSSY, count_bytes, decode, encode
-from megatron.core.many_sites.shares import Piece, Share, divide
+from megatron.core.many_sites.link import Message
+from megatron.core.many_sites.pending import Pending, Position
+from megatron.core.many_sites.shares import OwnedSlice, Share, divide
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import Group
 
 _WEIGHT, _MOMENTUM, _RESIDUAL, _MEAN = (OUTER_PREFIX + name for name in ("weight", "momentum", "residual", "mean"))
+
+_OUTCOMES = ("lost", "none", "mean", "state", "give")
+"""Kinds of the first site's answer: none in time; no outer step; its mean; the outer state, for a site that is behind;
+the wish for that state, from a site that is ahead."""
+_TAKEN_BACK = -1
+"""Version of a message that takes back the one before it."""
 
 
 @dataclass(frozen=True)
@@ -42,42 +50,14 @@ class OuterSettings:
 
     sites: int
     inner_steps: int
-    fragments: int = 1
-    overlap_steps: int = 0
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
-    mixing: float = 0.0
-    form: str = "fp32"
-    min_replicas: int = 1
-    timeout_seconds: float = 600.0
-
-
-class Place(NamedTuple):
-    """Position of a run."""
-
-    iteration: int
-    consumed_samples: int
-
-
-@dataclass
-class _Pending:
-    """An exchange under way."""
-
-    fragment: int
-    began: Place
-    began_at: float
-    deltas: list[Tensor]
-    """Of this site, share by share, as the others see them."""
-    lost: list[Tensor] = field(default_factory=list)
-    """Rounding errors of these, which are added next time if the exchange succeeds."""
-    means: list[Tensor] = field(default_factory=list)
-    """Over the sites, share by share; empty until they are known."""
-    is_over: bool = False
-    """Nothing more will come: without means there is no outer step."""
-
-    @property
-    def topic(self) -> str:
-        return str(self.fragment)
+    fragments: int
+    overlap_steps: int
+    outer_lr: float
+    outer_momentum: float
+    mixing: float
+    form: str
+    min_replicas: int
+    timeout_seconds: float
 
 
 class OuterOptimizer:
@@ -88,7 +68,7 @@ class OuterOptimizer:
     """
 
     def __init__(
-        self, optimizer: MegatronOptimizer, settings: OuterSettings, exchange: Exchange | None, *, leads: bool
+        self, optimizer: MegatronOptimizer, settings: OuterSettings, exchange: SiteExchange | None, *, leads: bool
     ) -> None:
         self.optimizer, self.settings, self.exchange, self.leads = optimizer, settings, exchange, leads
         self.world: Group = optimizer.groups.world
@@ -96,13 +76,12 @@ class OuterOptimizer:
         """Outer steps so far."""
         self.waited_seconds = 0.0
         """Time for which training stood still for other sites so far."""
-        self._pending: list[_Pending] = []
+        self._pending: list[Pending] = []
         self._late: set[int] = set()
         self._behind: dict[int, str] = {}
         """Sites that wait for the outer state, and the topic about which they asked."""
-        self._answered: dict[int, list[Any]] = {}
-        """By site, the last exchange for which it was answered, or will be in a moment."""
-        self._is_first_meeting = True
+        self._answered: dict[tuple[int, str], list[Any]] = {}
+        """By site and topic, the last exchange for which it was answered, or will be in a moment."""
         self._fragments = divide(optimizer, settings.fragments, settings.form)
         kinds = [_WEIGHT, _MOMENTUM]
         kinds += [_RESIDUAL] if settings.form in LOSSY else []
@@ -113,12 +92,19 @@ class OuterOptimizer:
 
     # ---- the run
 
+    def meet(self, say: Callable[[str], None]) -> None:
+        """Wait for the other sites before the first step, and go on without those that do not come in time; every rank
+        calls this. Raises ConfigError on a site that the first one does not take."""
+        if self.exchange is not None:
+            missing = set(range(1, self.settings.sites)) if self.leads else {0}
+            self.exchange.meet(missing, self.settings.timeout_seconds, say)
+
     def restart(self) -> None:
         """Begin with the weights as they are, which all sites have alike."""
         self._each_piece(lambda piece: piece.companion(_WEIGHT).copy_(piece.values))
 
     @torch.no_grad()
-    def after_step(self, now: Place) -> Place | None:
+    def after_step(self, now: Position) -> Position | None:
         """Exchange what is due after an iteration. Returns the run's new position where another site was further on."""
         moved, settings = None, self.settings
         for pending in list(self._pending):
@@ -152,7 +138,7 @@ class OuterOptimizer:
         self.version, self._pending = state["version"], []
         for fragment, *began in state["pending"]:
             means = [share.gather(lambda piece: piece.companion(_MEAN)) for share in self._fragments[fragment]]
-            self._pending.append(_Pending(fragment, Place(*began), 0.0, [], [], means, is_over=True))
+            self._pending.append(Pending(fragment, Position(*began), 0.0, [], [], means, is_over=True))
 
     def average(self, about: str, values: Sequence[float]) -> list[float]:
         """Mean of some numbers over the sites that are there in time. Every rank of a site gets the same."""
@@ -170,8 +156,8 @@ class OuterOptimizer:
 
     # ---- one exchange
 
-    def _begin(self, fragment: int, now: Place) -> _Pending:
-        pending = _Pending(fragment, now, time.monotonic(), [])
+    def _begin(self, fragment: int, now: Position) -> Pending:
+        pending = Pending(fragment, now, time.monotonic(), [])
         payload = b""
         for share in self._fragments[fragment]:
             delta = share.gather(lambda piece: piece.companion(_WEIGHT) - piece.values)
@@ -185,16 +171,13 @@ class OuterOptimizer:
             pending.deltas.append(delta)
             pending.lost.append(lost)
         self._pending.append(pending)
-        exchange = self.exchange
-        if exchange is not None and not self.leads:
-            if 0 not in exchange.ever_met:
-                exchange.wait_until(lambda: 0 in exchange.connected, self._deadline(pending))
+        if self.exchange is not None and not self.leads:
             # An answer that came too late for an earlier exchange is none to this one.
-            exchange.take(0, "answer", pending.topic)
-            exchange.send(0, "delta", pending.topic, payload, version=self.version, place=now)
+            self.exchange.take(0, "answer", pending.topic)
+            self.exchange.send(0, "delta", pending.topic, payload, version=self.version, place=now)
         return pending
 
-    def _finish(self, pending: _Pending, now: Place) -> Place | None:
+    def _finish(self, pending: Pending, now: Position) -> Position | None:
         """Wait for the means and make the outer step."""
         theirs = self._receive(pending)
         self._pending = [other for other in self._pending if other is not pending]
@@ -204,9 +187,11 @@ class OuterOptimizer:
             self._give_state(now)
         if theirs is None or theirs.iteration <= pending.began.iteration:
             return None
-        return Place(*(their + since - began for their, since, began in zip(theirs, now, pending.began, strict=True)))
+        # As far on from there as this site has come since the exchange began.
+        went = (since - began for since, began in zip(now, pending.began, strict=True))
+        return Position(*(their + steps for their, steps in zip(theirs, went, strict=True)))
 
-    def _receive(self, pending: _Pending) -> Place | None:
+    def _receive(self, pending: Pending) -> Position | None:
         """Wait until the means are known, or it is known that there are none; returns the place of the site that is
         furthest on."""
         if pending.is_over:
@@ -216,52 +201,59 @@ class OuterOptimizer:
         self.waited_seconds += time.monotonic() - began_at
         return theirs
 
-    def _update(self, pending: _Pending) -> None:
+    def _update(self, pending: Pending) -> None:
         eta, mu, alpha = self.settings.outer_lr, self.settings.outer_momentum, self.settings.mixing
-        for number, share in enumerate(self._fragments[pending.fragment]):
-            if pending.lost and pending.lost[number].numel() and self.settings.form in LOSSY:
-                share.scatter(pending.lost[number], lambda piece, part: piece.companion(_RESIDUAL).copy_(part))
-            mean = pending.means[number]
 
-            def step(piece: Piece, part: Tensor) -> None:
-                outer, momentum = piece.companion(_WEIGHT), piece.companion(_MOMENTUM)
-                momentum.mul_(mu).add_(part)
-                outer.sub_(part.add(momentum, alpha=mu), alpha=eta)
-                values = piece.values
-                values.copy_(outer if alpha == 0 else alpha * values + (1 - alpha) * outer)
+        def step(piece: OwnedSlice, part: Tensor) -> None:
+            outer, momentum = piece.companion(_WEIGHT), piece.companion(_MOMENTUM)
+            momentum.mul_(mu).add_(part)
+            outer.sub_(part.add(momentum, alpha=mu), alpha=eta)
+            values = piece.values
+            values.copy_(outer if alpha == 0 else alpha * values + (1 - alpha) * outer)
 
+        for share, mean in zip(self._fragments[pending.fragment], pending.means, strict=True):
             share.scatter(mean, step)
         self.optimizer.take_changed_weights()
 
+    def _keep_lost(self, pending: Pending) -> None:
+        """Keep what was rounded away for the fragment's next exchange, now that this one counts."""
+        if self.settings.form in LOSSY:
+            for share, lost in zip(self._fragments[pending.fragment], pending.lost, strict=True):
+                if share.is_exchanged:
+                    share.scatter(lost, lambda piece, part: piece.companion(_RESIDUAL).copy_(part))
+
     # ---- the first site
 
-    def _lead(self, pending: _Pending, *, waits: bool) -> Place | None:
+    def _lead(self, pending: Pending, *, waits: bool) -> Position | None:
         """Take what the other sites have sent, and answer them; without `waits` only when all of it is there."""
         if pending.is_over:
             return None
         exchange, topic, deadline = self.exchange, pending.topic, self._deadline(pending)
         others = range(1, self.settings.sites)
-        heard = set(others)  # where this process exchanges nothing
+        messages: dict[int, Message] = {}
         is_complete = True
         if exchange is not None:
             is_complete = self._hear(exchange, "delta", topic, deadline if waits else 0.0)
-            heard = {site for site in heard if self._has_delta(exchange, site, topic)}
-        flags = torch.tensor([is_complete, *(site in heard for site in others)], dtype=torch.int32)
+            # Looked at once: a site that gives up meanwhile takes its message back.
+            found = {site: exchange.peek(site, "delta", topic) for site in others}
+            messages = {site: message for site, message in found.items() if message is not None and stands(message)}
+        # A process that exchanges nothing has nothing against anybody.
+        heard = [exchange is None or site in messages for site in others]
+        flags = torch.tensor([is_complete, *heard], dtype=torch.int32)
         all_reduce(flags, self.world, op="min")
         if not waits and not flags[0]:
             return None
         pending.is_over = True
         present = [site for site in others if flags[site]]
-        messages = {} if exchange is None else {site: exchange.take(site, "delta", topic) for site in present}
+        messages = {site: message for site, message in messages.items() if site in present}
+        verdict = {}
         for site, message in messages.items():
-            if message is not None:
-                self._answered[site] = [topic, *message.fields["place"]]
-        verdict = None
-        if self.world.rank() == 0:
-            told = {site: message.fields for site, message in messages.items() if message is not None}
-            verdict = {site: (fields["version"], Place(*fields["place"])) for site, fields in told.items()}
+            assert exchange is not None
+            exchange.take(site, "delta", topic)
+            exchange.take(site, "standing", topic)
+            self._answered[site, topic] = message.fields["place"]
+            verdict[site] = message.fields["version"], Position(*message.fields["place"])
         verdict = verdict if self.world.size() == 1 else broadcast_object(verdict, self.world, 0)
-        assert verdict is not None
         ahead = max(verdict, key=lambda site: verdict[site][0], default=None)
         if ahead is not None and verdict[ahead][0] > self.version:
             return self._take_state_from(ahead, topic, verdict, deadline)
@@ -271,21 +263,23 @@ class OuterOptimizer:
         if 1 + len(members) < self.settings.min_replicas:
             self._tell(members, "none", topic)
             return furthest
-        payloads = {site: messages[site].payload for site in members} if exchange is not None else {}  # type: ignore[union-attr]
-        answer = self._average_deltas(pending, payloads)
+        # In the order of the sites, so that sums have one order.
+        payloads = [messages[site].payload for site in sorted(members) if exchange is not None]
+        answer = self._average_deltas(pending, payloads, 1 + len(members))
         self.version += 1
         self._tell(members, "mean", topic, answer, place=furthest)
         return furthest
 
-    def _average_deltas(self, pending: _Pending, payloads: dict[int, bytes]) -> bytes:
-        """Fill in the means of all shares, and return those that this process has exchanged, for the other sites."""
-        form, answer, first, count = self.settings.form, b"", 0, 1 + len(payloads)
+    def _average_deltas(self, pending: Pending, payloads: Sequence[bytes], count: int) -> bytes:
+        """Fill in the means of all shares over `count` sites, and return those that this process has exchanged, for the
+        others."""
+        form, answer, first = self.settings.form, b"", 0
         for number, share in enumerate(self._fragments[pending.fragment]):
             mean = pending.deltas[number]
             if share.is_exchanged:
                 size = count_bytes(share.numel, form)
                 total = mean.clone()
-                for payload in payloads.values():  # in the order of the sites
+                for payload in payloads:
                     total += decode(payload[first : first + size], share.numel, form)
                 first += size
                 exact = total / count
@@ -295,9 +289,10 @@ class OuterOptimizer:
                 pending.lost[number] += count * (exact - mean)
                 answer += encoded
             pending.means.append(self._share_out(share, mean))
+        self._keep_lost(pending)
         return answer
 
-    def _take_state_from(self, ahead: int, topic: str, verdict: dict[int, Any], deadline: float) -> Place | None:
+    def _take_state_from(self, ahead: int, topic: str, verdict: dict[int, Any], deadline: float) -> Position | None:
         """This site has come back from an older checkpoint: take the outer state from one that is further on."""
         self._tell([site for site in verdict if site != ahead], "none", topic)
         self._tell([ahead], "give", topic)
@@ -310,44 +305,40 @@ class OuterOptimizer:
         message = None if exchange is None else exchange.take(ahead, "state", "")
         return place if self._load(message.payload if message else None, version) else None
 
-    def _hear(self, exchange: Exchange, kind: str, topic: str, deadline: float) -> bool:
+    def _hear(self, exchange: SiteExchange, kind: str, topic: str, deadline: float) -> bool:
         """Wait for a message from each site that is expected, and return whether all have come. Those that have not are
         no longer waited for, until they are heard of again."""
         has = self._has_delta if kind == "delta" else self._has_values
 
         def list_missing() -> set[int]:
-            expected = set(range(1, self.settings.sites)) if self._is_first_meeting else exchange.connected
-            if kind == "delta":
-                # In step, values come before: these are of a site that is elsewhere, and waits for an answer there.
-                for site in expected & exchange.connected:
+            expected = exchange.connected  # a lost site is not waited for
+            if kind == "delta" and deadline > 0.0:
+                # A site in step waits for this answer, too: values are of one that is elsewhere, and waits there.
+                for site in expected:
                     self._return_values(exchange, site)
-            # Before the first meeting nobody is known to be slow; a lost site is not waited for.
-            if self._is_first_meeting:
-                expected -= exchange.ever_met - exchange.connected
             return {site for site in expected - self._late if not has(exchange, site, topic)}
 
         self._late -= {site for site in self._late if has(exchange, site, topic)}
         is_complete = exchange.wait_until(lambda: not list_missing(), deadline)
         if deadline > 0.0:
             self._late |= list_missing()
-            self._is_first_meeting = False
         return is_complete
 
     @staticmethod
-    def _has_delta(exchange: Exchange, site: int, topic: str) -> bool:
+    def _has_delta(exchange: SiteExchange, site: int, topic: str) -> bool:
         message = exchange.peek(site, "delta", topic)
-        return message is not None and message.fields["version"] >= 0
+        return message is not None and stands(message)
 
-    def _has_values(self, exchange: Exchange, site: int, about: str) -> bool:
+    def _has_values(self, exchange: SiteExchange, site: int, about: str) -> bool:
         # Whatever they are about: a site that is elsewhere will not come here before it has been answered. The same
         # holds for one that stands at an exchange.
         if exchange.peek(site, "values", "") is not None:
             return True
-        standing = exchange.peek(site, "standing", "")
-        return standing is not None and standing.fields["at"] != self._answered.get(site)
+        standing = {topic: exchange.peek(site, "standing", topic) for topic in map(str, range(self.settings.fragments))}
+        return any(m is not None and m.fields["at"] != self._answered.get((site, t)) for t, m in standing.items())
 
     @staticmethod
-    def _return_values(exchange: Exchange, site: int) -> None:
+    def _return_values(exchange: SiteExchange, site: int) -> None:
         """Let a site that is elsewhere go on with its own values."""
         message = exchange.take(site, "values", "")
         if message is not None:
@@ -359,7 +350,7 @@ class OuterOptimizer:
         for site in sites if self.exchange is not None else ():
             self.exchange.send(site, "answer", topic, payload, **fields)  # type: ignore[union-attr]
 
-    def _give_state(self, now: Place) -> None:
+    def _give_state(self, now: Position) -> None:
         state = self._dump()
         for site, topic in self._behind.items():
             self._tell([site], "state", topic, state, place=now)
@@ -367,13 +358,13 @@ class OuterOptimizer:
 
     # ---- the other sites
 
-    def _follow(self, pending: _Pending) -> Place | None:
+    def _follow(self, pending: Pending) -> Position | None:
         """Wait for the first site's answer."""
         pending.is_over = True
         exchange, message = self.exchange, None
         code, neutral = 0, exchange is None
         if exchange is not None:
-            exchange.send(0, "standing", "", urgent=True, at=[pending.topic, *pending.began])
+            exchange.send(0, "standing", pending.topic, urgent=True, at=pending.began)
             exchange.wait_until(
                 lambda: exchange.peek(0, "answer", pending.topic) is not None or 0 not in exchange.connected,
                 self._deadline(pending),
@@ -388,7 +379,7 @@ class OuterOptimizer:
         outcome = _OUTCOMES[int(codes[0])] if int(codes[0]) == -int(codes[1]) else _OUTCOMES[0]
         if outcome == "lost":
             if exchange is not None:  # whatever comes of it now, this site has gone on
-                exchange.send(0, "delta", pending.topic, version=-1, place=pending.began)
+                exchange.send(0, "delta", pending.topic, version=_TAKEN_BACK, place=pending.began)
             return None
         assert fields is not None
         if outcome == "give" and exchange is not None:
@@ -402,13 +393,14 @@ class OuterOptimizer:
                     size = count_bytes(share.numel, self.settings.form)
                     mean, first = decode(payload[first : first + size], share.numel, self.settings.form), first + size
                 pending.means.append(self._share_out(share, mean))
+            self._keep_lost(pending)
             self.version = fields["version"]
-            return Place(*fields["place"])
+            return Position(*fields["place"])
         if outcome == "state" and self._load(payload, fields["version"]):
-            return Place(*fields["place"])
+            return Position(*fields["place"])
         return None
 
-    def _average(self, exchange: Exchange, about: str, values: list[float], deadline: float) -> list[float]:
+    def _average(self, exchange: SiteExchange, about: str, values: list[float], deadline: float) -> list[float]:
         if self.leads:
             self._hear(exchange, "values", about, deadline)
             rows, there = [values], []
@@ -427,8 +419,6 @@ class OuterOptimizer:
             for site in there:
                 exchange.send(site, "means", "", urgent=True, about=about, values=means)
             return means
-        if 0 not in exchange.ever_met:
-            exchange.wait_until(lambda: 0 in exchange.connected, deadline)
         exchange.send(0, "values", "", urgent=True, about=about, values=values)
 
         def is_answered() -> bool:
@@ -441,7 +431,7 @@ class OuterOptimizer:
 
     # ---- state, and what both need
 
-    def _deadline(self, pending: _Pending) -> float:
+    def _deadline(self, pending: Pending) -> float:
         return pending.began_at + self.settings.timeout_seconds
 
     def _share_out(self, share: Share, mean: Tensor) -> Tensor:
@@ -488,10 +478,12 @@ class OuterOptimizer:
         return [share for shares in self._fragments for share in shares if share.is_exchanged]
 
     @torch.no_grad()
-    def _each_piece(self, action: Callable[[Piece], Any]) -> None:
+    def _each_piece(self, action: Callable[[OwnedSlice], Any]) -> None:
         for share in (share for shares in self._fragments for share in shares):
             for piece in share.pieces:
                 action(piece)
 
 
-_OUTCOMES = ("lost", "none", "mean", "state", "give")
+def stands(message: Message) -> bool:
+    """Return whether a site's part in an exchange has not been taken back."""
+    return bool(message.fields["version"] != _TAKEN_BACK)

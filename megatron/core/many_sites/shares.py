@@ -18,7 +18,7 @@ from megatron.core.process_groups_config import Group
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
-class Piece(NamedTuple):
+class OwnedSlice(NamedTuple):
     """A part of a parameter that this process updates."""
 
     state: GroupState
@@ -36,13 +36,13 @@ class Piece(NamedTuple):
 class Share:
     """Pieces of one fragment of which the same processes of a site have copies: the first of them exchanges."""
 
-    def __init__(self, pieces: Sequence[Piece], copies: Group, form: str) -> None:
+    def __init__(self, pieces: Sequence[OwnedSlice], copies: Group, form: str) -> None:
         self.pieces, self.copies, self.form = pieces, copies, form
         self.is_exchanged = copies.rank() == 0
         self._lengths = [piece.place.stop - piece.place.start for piece in pieces]
         self.numel = sum(count_padded(length, form) for length in self._lengths)
 
-    def gather(self, read: Callable[[Piece], Tensor]) -> Tensor:
+    def gather(self, read: Callable[[OwnedSlice], Tensor]) -> Tensor:
         """One float32 vector [numel] on the CPU."""
         flat, first = torch.zeros(self.numel), 0
         for piece, length in zip(self.pieces, self._lengths, strict=True):
@@ -50,7 +50,7 @@ class Share:
             first += count_padded(length, self.form)
         return flat
 
-    def scatter(self, flat: Tensor, write: Callable[[Piece, Tensor], Any]) -> None:
+    def scatter(self, flat: Tensor, write: Callable[[OwnedSlice, Tensor], Any]) -> None:
         """The inverse: hand each piece its part, on its device."""
         first = 0
         for piece, length in zip(self.pieces, self._lengths, strict=True):
@@ -70,17 +70,17 @@ def is_exchanging(optimizer: MegatronOptimizer) -> bool:
     return any(state.buffer.reduction.copies.rank() == 0 for state in optimizer.states)
 
 
-def _list_pieces(optimizer: MegatronOptimizer) -> Iterator[tuple[str, Piece, Group]]:
+def _list_pieces(optimizer: MegatronOptimizer) -> Iterator[tuple[str, OwnedSlice, Group]]:
     """Yield what this process updates, parameter by parameter, and who has copies of it."""
     for state in optimizer.states:
         for member in state.members:
             for piece, place in state.pieces([(member.slot.start, member.slot.start + member.slot.numel)]):
-                yield member.name, Piece(state, piece, place), state.buffer.reduction.copies
+                yield member.name, OwnedSlice(state, piece, place), state.buffer.reduction.copies
 
 
 def divide(optimizer: MegatronOptimizer, fragments: int, form: str) -> list[list[Share]]:
     """The pieces of each fragment: layers in turn, what stands before them in the first, what follows in the last."""
-    found: list[dict[int, tuple[Group, list[Piece]]]] = [{} for _ in range(fragments)]
+    found: list[dict[int, tuple[Group, list[OwnedSlice]]]] = [{} for _ in range(fragments)]
     for name, piece, copies in _list_pieces(optimizer):
         layer = _LAYER.search(f".{name}")
         if layer is not None:

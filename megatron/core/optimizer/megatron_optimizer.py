@@ -338,7 +338,7 @@ class MegatronOptimizer(UpstreamMethods):
 
     @property
     def states(self) -> Sequence[GroupState]:
-        """What this process updates, by group of parameters and buffer."""
+        """The state of this process, by group of parameters and buffer."""
         return self._states
 
     @property

@@ -138,7 +138,7 @@ class SparseCore(DotProductAttention):
             plain = QueryBlocksAttention(self.options, choose_masked_kernel)
         self.chosen_backend: CoreAttention = plain if groups.cp.size() == 1 else GatheredKeysAttention(plain, groups.cp)
         self.latest: Any = None
-        """What was chosen in the last forward: int32 [s, b, k], None for all keys; in generation for each run."""
+        """Choice of the last forward: int32 [s, b, k], None for all keys; in generation for each run."""
         self.source = [self]
         """The core whose choice is taken; in a list, so that it is no part of this one."""
         self.auxiliary_loss_scale = AuxiliaryLossScale()

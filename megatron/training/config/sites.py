@@ -32,7 +32,7 @@ class SitesConfig(CheckedConfig):
     diloco_key_file: PathText | None = flag(None, kind="layout", needs=(_SITES, _SEPARATE))
     """File with the key, the same at all sites, that every message between them is signed with."""
     diloco_inner_steps: int = flag(
-        30, minimum=1, unit="iterations", names=("--diloco-inner-steps",), aliases=("--diloco-sync-interval",),
+        30, minimum=1, unit="iterations", aliases=("--diloco-sync-interval",),
         needs=_SITES,
     )  # fmt: skip
     """Exchange each weight after so many steps."""

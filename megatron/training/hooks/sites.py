@@ -6,8 +6,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from megatron.core.errors import say
-from megatron.core.many_sites.outer_optimizer import OuterOptimizer, Place
+from megatron.core.dist_checkpointing.agreement import on_every_rank
+from megatron.core.errors import format_bytes, say
+from megatron.core.many_sites.outer_optimizer import OuterOptimizer
+from megatron.core.many_sites.pending import Position
 from megatron.training.config.container import RunConfig
 from megatron.training.run import Hook, HookContext, Phase, Run, StepResult
 
@@ -29,18 +31,19 @@ class SitesHook(Hook):
 
     def on_train_start(self, run: Run) -> None:
         """Go on with the outer state of the checkpoint, or begin with the weights as they are."""
-        self._outer = run.outer
-        assert self._outer is not None
+        outer = self._outer = run.outer
+        assert outer is not None
+        on_every_rank(run.groups.world, lambda: outer.meet(say if run.is_first_rank else lambda text: None))
         if self._loaded is None:
-            self._outer.restart()
+            outer.restart()
         else:
-            self._outer.load_state_dict(self._loaded)
+            outer.load_state_dict(self._loaded)
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Exchange what is due."""
         outer, progress = self._outer, run.progress
         assert outer is not None
-        moved = outer.after_step(Place(progress.iteration, progress.consumed_train_samples))
+        moved = outer.after_step(Position(progress.iteration, progress.consumed_train_samples))
         self._tell(run, outer)
         if moved is None:
             return
@@ -52,6 +55,13 @@ class SitesHook(Hook):
             run.pass_over("this site was away")
         run.scheduler.step(progress.consumed_train_samples - before)
         run.is_rewound = True
+
+    def on_train_end(self, run: Run) -> None:
+        """Say what the exchange has cost."""
+        outer = self._outer
+        if outer is not None and outer.exchange is not None and run.is_first_rank:
+            sent, waited = format_bytes(outer.exchange.bytes_sent), outer.waited_seconds
+            say(f"sites: {outer.version} outer steps; rank 0 has sent {sent} and waited {waited:.1f} s for other sites")
 
     def on_close(self, run: Run) -> None:
         """End the connections."""

@@ -29,7 +29,7 @@ _ANSWER_SECONDS = 10.0
 """Seconds that the judge waits for the other hosts, which answer within one unless they are very busy."""
 
 
-class Outcome(NamedTuple):
+class Judgement(NamedTuple):
     """Result of a meeting."""
 
     verdict: Verdict | None
@@ -64,7 +64,7 @@ class Meeting(threading.Thread):
         self._answered_at: float | None = None
         """Moment of the store's last answer."""
         self._own: tuple[list[RankState], str] | None = None
-        self._outcome: Outcome | None = None
+        self._outcome: Judgement | None = None
         self._is_asked, self._is_over, self._is_reported = threading.Event(), threading.Event(), threading.Event()
 
     def run(self) -> None:
@@ -88,7 +88,7 @@ class Meeting(threading.Thread):
         finally:
             self._is_over.set()
 
-    def judge_together(self, states: list[RankState], stacks: str) -> Outcome | None:
+    def judge_together(self, states: list[RankState], stacks: str) -> Judgement | None:
         """Raise the alarm and wait for the verdict; None where the store does not answer. states: of this host's
         ranks."""
         self._own, asked_at = (states, stacks), time.monotonic()
@@ -131,7 +131,7 @@ class Meeting(threading.Thread):
         last = int(store.get(f"sign/{host}"))
         return time.monotonic() - next((at for at, number in self._signs if number > last), time.monotonic())
 
-    def _judge(self, store: Store) -> Outcome:
+    def _judge(self, store: Store) -> Judgement:
         assert self._own is not None, "set before the question"
         states, stacks = self._own
         store.set("alarm", "1")
@@ -139,9 +139,9 @@ class Meeting(threading.Thread):
         store.set(f"answer/{self._number}", json.dumps(content))
         if store.add("judges", 1) > 1:
             self._wait_for_verdict(store)
-            return Outcome(None, states, stacks)
+            return Judgement(None, states, stacks)
         found, texts = self._wait_for_hosts(store)
-        return Outcome(judge(found, self._world_size), found, "\n\n".join(texts))
+        return Judgement(judge(found, self._world_size), found, "\n\n".join(texts))
 
     def _wait_for_hosts(self, store: Store) -> tuple[list[RankState], list[str]]:
         answers: dict[int, dict[str, object]] = {}

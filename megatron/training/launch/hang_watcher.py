@@ -27,7 +27,7 @@ from pathlib import Path
 
 from megatron.core.errors import say
 from megatron.core.progress_record import ALARM, ENDED, SAVE, STEP, VERDICT, ProgressRecord
-from megatron.training.launch.hang_meeting import Meeting, Outcome
+from megatron.training.launch.hang_meeting import Judgement, Meeting
 from megatron.training.launch.hang_verdict import RankState, Verdict, judge
 
 RECORD = "rank_*.progress"
@@ -183,12 +183,12 @@ class Watcher:
         verdict, states, stacks = self._judge_together(own)
         self._end_ranks(verdict, self._write_report(verdict, states, stacks))
 
-    def _judge_together(self, own: list[RankState]) -> Outcome:
+    def _judge_together(self, own: list[RankState]) -> Judgement:
         self._meet_others()
         stacks = self._collect_stacks()
         outcome = None if self._meeting is None else self._meeting.judge_together(own, stacks)
         # Without a meeting all ranks are here, or only those that are can be seen.
-        return outcome or Outcome(judge(own, self._world_size), own, stacks)
+        return outcome or Judgement(judge(own, self._world_size), own, stacks)
 
     def _collect_stacks(self) -> str:
         for watched in self._ranks.values():

@@ -149,13 +149,13 @@ def suggest_levers(config: RunConfig, workload: Workload | None, *, is_one_tenso
 
 
 def _predict(config: RunConfig, workload: Workload) -> StepMemory:
-    """What a step holds on the fullest stage."""
+    """Predict the memory of a step on the fullest stage."""
     few = dataclasses.replace(workload, num_microbatches=shorten(config.model, workload.num_microbatches))
     return find_fullest(predict_step_memory(config.model, config.ddp, config.optimizer, few))
 
 
 def _pull(config: RunConfig, workload: Workload, lever: Lever) -> StepMemory | None:
-    """What a step would hold with the lever's changes; None where the run's other settings do not allow them."""
+    """Predict the same with the lever's changes; None where the run's other settings do not allow them."""
     changes: dict[str, dict[str, Any]] = {}
     for name, value in lever.changes.items():
         changes.setdefault(groups_of_fields()[name], {})[name] = value

@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore, Store
 
 from megatron.core.config_base import get_settings
 from megatron.core.errors import ConfigError, TemporaryError
-from megatron.core.many_sites.exchange import Exchange
+from megatron.core.many_sites.exchange import SiteExchange
 from megatron.core.many_sites.link import digest_of
 from megatron.core.many_sites.outer_optimizer import (
     OuterOptimizer,
@@ -118,7 +118,7 @@ def build_outer_optimizer(
         digest = _digest(config, optimizer)
         most = count_longest_message(optimizer)
         if meeting_point is None:
-            exchange = Exchange(site, settings.sites, key, most=most, settings=digest)
+            exchange = SiteExchange(site, settings.sites, key, most=most, settings=digest)
             _meet_at_address(exchange, sites, launch)
         else:
             exchange = _meet_in_job(meeting_point, site, launch.rank, settings, key, most, digest)
@@ -141,7 +141,7 @@ def read_key(sites: SitesConfig) -> bytes:
     return key
 
 
-def _meet_at_address(exchange: Exchange, sites: SitesConfig, launch: Launch) -> None:
+def _meet_at_address(exchange: SiteExchange, sites: SitesConfig, launch: Launch) -> None:
     addresses = split_addresses(sites.diloco_address or "")
     assert addresses is not None, "checked with the settings"
     node, place = divmod(launch.rank, launch.world_size // len(addresses))
@@ -154,9 +154,9 @@ def _meet_at_address(exchange: Exchange, sites: SitesConfig, launch: Launch) -> 
 
 def _meet_in_job(
     point: MeetingPoint, site: int, rank: int, settings: OuterSettings, key: bytes, most: int, digest: str
-) -> Exchange:
+) -> SiteExchange:
     if site == 0:
-        exchange = Exchange(site, settings.sites, key, most=most, settings=digest)
+        exchange = SiteExchange(site, settings.sites, key, most=most, settings=digest)
         exchange.meeting_point = point
         port = exchange.listen(point.host, 0)
         point.store.set(str(rank), f"{point.host} {port} {key.hex()}")
@@ -168,7 +168,7 @@ def _meet_in_job(
             f"rank {rank} of the first site has not come within --diloco-timeout-seconds {settings.timeout_seconds:g}"
         ) from error
     host, text, secret = point.store.get(str(rank)).decode().split()
-    exchange = Exchange(site, settings.sites, bytes.fromhex(secret), most=most, settings=digest)
+    exchange = SiteExchange(site, settings.sites, bytes.fromhex(secret), most=most, settings=digest)
     exchange.call(host, int(text))
     return exchange
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from megatron.core.errors import ConfigError
-from megatron.core.many_sites.exchange import Exchange
+from megatron.core.many_sites.exchange import SiteExchange
 from megatron.core.many_sites.formats import BLOCK, count_bytes, count_padded, decode, encode
-from megatron.core.many_sites.link import Link, LinkError, Message
+from megatron.core.many_sites.link import LinkError, Message, SiteLink
 from megatron.training.config.sites import SitesConfig
 from megatron.training.launch.sites import read_key
 from tests.support.run_flags import run_config
@@ -52,7 +52,7 @@ def connect(caller_key: bytes = KEY, answerer_key: bytes = KEY) -> list[Any]:
 
     def open_end(number: int, connection: socket.socket, key: bytes) -> None:
         try:
-            ends[number] = Link(connection, key, is_caller=number == 0, most=10_000_000)
+            ends[number] = SiteLink(connection, key, is_caller=number == 0, most=10_000_000)
         except LinkError as error:
             ends[number] = error
             connection.close()
@@ -89,7 +89,7 @@ def test_short_messages_pass_long_ones_and_all_arrive_whole() -> None:
 def test_another_key_is_turned_away() -> None:
     ends = connect(KEY, KEY + b"!")
     assert any(isinstance(end, LinkError) and "another key" in str(end) for end in ends)
-    assert not any(isinstance(end, Link) and end.bytes_sent for end in ends)
+    assert not any(isinstance(end, SiteLink) and end.bytes_sent for end in ends)
 
 
 @pytest.mark.parametrize("change", ["content", "repeat"])
@@ -111,10 +111,10 @@ def test_a_frame_that_somebody_changed_or_sent_again_ends_the_connection(change:
 
     for ends, spoils in (((middle_a, middle_b), True), ((middle_b, middle_a), False)):
         threading.Thread(target=relay, args=(*ends, spoils), daemon=True).start()
-    links: list[Link] = []
-    opener = threading.Thread(target=lambda: links.append(Link(far, KEY, is_caller=False, most=1000)))
+    links: list[SiteLink] = []
+    opener = threading.Thread(target=lambda: links.append(SiteLink(far, KEY, is_caller=False, most=1000)))
     opener.start()
-    caller = Link(near, KEY, is_caller=True, most=1000)
+    caller = SiteLink(near, KEY, is_caller=True, most=1000)
     opener.join(20)
     links[0].start(got.append, lost.set)
     caller.start(lambda message: None, lambda: None)
@@ -126,7 +126,7 @@ def test_a_frame_that_somebody_changed_or_sent_again_ends_the_connection(change:
 
 
 def test_a_site_with_other_settings_is_turned_away() -> None:
-    first, other = (Exchange(n, 2, KEY, most=1000, settings=text) for n, text in ((0, "a"), (1, "b")))
+    first, other = (SiteExchange(n, 2, KEY, most=1000, settings=text) for n, text in ((0, "a"), (1, "b")))
     other.call("127.0.0.1", first.listen("127.0.0.1", 0))
     assert first.wait_until(lambda: first.problem is not None, time.monotonic() + 20)
     assert "another model, or other --diloco- flags" in str(first.problem) and first.connected == set()

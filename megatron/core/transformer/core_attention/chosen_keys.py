@@ -48,7 +48,7 @@ class Block(NamedTuple):
 
 
 class Places:
-    """Where a process's queries stand among the keys of the whole sequence, and which keys each may see."""
+    """Positions of a process's queries among the keys of the whole sequence, and the keys that each may see."""
 
     def __init__(
         self, queries: int, keys: int, device: torch.device, *, sharers: Group | None = None,
@@ -86,7 +86,7 @@ class Places:
 
 
 class IndexVectors(NamedTuple):
-    """What the indexer makes of its inputs."""
+    """Vectors and weights that the indexer makes of its inputs."""
 
     query: Tensor
     """[s, b, g, d]."""
@@ -135,7 +135,7 @@ def choose_keys(vectors: IndexVectors, places: Places, count: int, rectifies: bo
 
 
 def _keep_best(scores: Tensor, count: int) -> Tensor:
-    """Where the `count` largest of [..., t] are, bool; of equal ones the first, on every device."""
+    """Mark the `count` largest of [..., t], bool; of equal ones the first, on every device."""
     least = scores.topk(count, sorted=False).values.amin(-1, keepdim=True)
     above, level = scores > least, scores == least
     # Relu makes many scores exactly zero.
@@ -228,7 +228,7 @@ class _AttendChosen(torch.autograd.Function):
 
 
 class LossCall(NamedTuple):
-    """What the indexer is to learn, all of it without gradients: where attention itself looks."""
+    """Target of the indexer, all of it without gradients: the keys at which attention itself looks."""
 
     query: Tensor
     """[s, b, n, c], of this tensor-parallel rank's heads."""
