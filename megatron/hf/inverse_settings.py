@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
-from megatron.core.plan.model_plan import BranchOptions
+from megatron.core.plan.model_plan import BranchOptions, LayerPlan
 from megatron.core.plan.read import read_plan
 from megatron.training.config.container import RunConfig
 from megatron.training.flags.declarations import flags_by_spelling
@@ -85,6 +86,42 @@ def _invert(setting: Setting, config: RunConfig, fields: dict[str, Any]) -> bool
         return True
     value = _read(setting.flag, config)
     layers = read_plan(model).decoder
+    if setting.form == "expert span":
+        return _invert_span(setting, [layer.has("experts") for layer in layers], fields)
+    if setting.form == "gate norm":
+        is_normed, is_first = setting.theirs.split("|")
+        fields |= {is_normed: value != "none", is_first: value == "ungated"}
+        return True
+    value = _convert(setting, value, config, layers)
+    if setting.form == "expansion":
+        if value != int(value):
+            return False
+        value = int(value)
+    if setting.only_if is not None:
+        fields[setting.only_if] = value is not None if setting.form == "number" else model.window_size is not None
+        if not fields[setting.only_if]:
+            if setting.form == "number":
+                return True
+            value = None
+    if value is None and setting.form in ("number", "groups"):
+        value = setting.default
+    if "*" in setting.theirs:
+        first, second = setting.theirs.split("*")
+        # Their product is ours; the second factor has a setting of its own.
+        width = fields.get(second)
+        if value is not None and (not width or value % width):
+            return False
+        fields[first] = 0 if value is None else value // width
+        return True
+    if value is None and ("." in setting.theirs.split("|")[0] or setting.flag == "--num-experts"):
+        return False
+    _put(fields, setting.theirs, value)
+    return True
+
+
+def _convert(setting: Setting, value: Any, config: RunConfig, layers: Sequence[LayerPlan]) -> Any:
+    """Return the value of their field for ours, where it is one field of its own; ours as it is for other forms."""
+    model = config.model
     match setting.form:
         case "switch" | "inverted switch":
             value = _is_given(setting, config) == (setting.form == "switch")
@@ -92,8 +129,6 @@ def _invert(setting: Setting, config: RunConfig, fields: dict[str, Any]) -> bool
             value = model.qk_pos_emb_head_dim / (model.qk_pos_emb_head_dim + model.qk_head_dim)
         case "average":
             value = {0.5: "average", 1.0: "sum"}.get(value)
-        case "expert span":
-            return _invert_span(setting, [layer.has("experts") for layer in layers], fields)
         case "one norm":
             value = 1 if value else 2
         case "query groups":
@@ -120,38 +155,12 @@ def _invert(setting: Setting, config: RunConfig, fields: dict[str, Any]) -> bool
             value = [1.0] * 5 if value is None else value
         case "multipliers":
             value = [value, _read(setting.word or "", config)]
-        case "gate norm":
-            is_normed, is_first = setting.theirs.split("|")
-            fields |= {is_normed: value != "none", is_first: value == "ungated"}
-            return True
         case "expansion":
             assert model.hidden_size is not None
             value = model.mamba_inner_width / (1 if setting.word == "channels" else model.hidden_size)
-            if value != int(value):
-                return False
-            value = int(value)
         case "group score":
             value = GROUP_LIMITED if model.moe_router_num_groups and value == "best" else setting.default
-    if setting.only_if is not None:
-        fields[setting.only_if] = value is not None if setting.form == "number" else model.window_size is not None
-        if not fields[setting.only_if]:
-            if setting.form == "number":
-                return True
-            value = None
-    if value is None and setting.form in ("number", "groups"):
-        value = setting.default
-    if "*" in setting.theirs:
-        first, second = setting.theirs.split("*")
-        # Their product is ours; the second factor has a setting of its own.
-        width = fields.get(second)
-        if value is not None and (not width or value % width):
-            return False
-        fields[first] = 0 if value is None else value // width
-        return True
-    if value is None and ("." in setting.theirs.split("|")[0] or setting.flag == "--num-experts"):
-        return False
-    _put(fields, setting.theirs, value)
-    return True
+    return value
 
 
 def _invert_span(setting: Setting, has_experts: list[bool], fields: dict[str, Any]) -> bool:

@@ -268,10 +268,8 @@ def main(arguments: Sequence[str]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     directory, host, port, prefix, world_size, poll, rejoin, termination, *reports = arguments
-    place, times = (
-        Path(reports[0] if reports else tempfile.gettempdir()),
-        (float(poll), float(rejoin), float(termination)),
-    )
+    place = Path(reports[0] if reports else tempfile.gettempdir())
+    times = float(poll), float(rejoin), float(termination)
     Watcher(Path(directory), (host, int(port), prefix), int(world_size), times, place).run()
     # What killed ranks have left.
     shutil.rmtree(directory, ignore_errors=True)
