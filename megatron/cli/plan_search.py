@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.errors import format_bytes
+from megatron.core.errors import ConfigError, format_bytes
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.planner.devices import Device
 from megatron.planner.step_memory import predict_step_memory
@@ -94,6 +94,11 @@ class Judge:
         """The layout of these flags. Raises ConfigError or DataError for a tokenizer that cannot be used."""
         found = examine(flags, {"WORLD_SIZE": str(self.gpus)})
         config = found.config
+        if config.sites.diloco_replicas > 1:
+            several = config.say("diloco_replicas")
+            raise ConfigError(
+                f"{several}: plan one site, with its GPUs and its share of the batch, without it"
+            )
         model = config.model
         layout = Layout(
             list(flags), model.tensor_model_parallel_size, model.pipeline_model_parallel_size,

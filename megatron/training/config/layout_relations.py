@@ -312,6 +312,8 @@ def sites_train_by_themselves(run: RunGroups) -> Iterator[str]:
         yield f"{several} cannot be combined with {sharding_flag(run)}; use --use-distributed-optimizer"
     if run.model.hybrid_context_parallel:
         yield f"{several} cannot be combined with --hybrid-context-parallel, which plans batches of one job"
+    if run.profiling.dry_run:
+        yield f"--dry-run tries one job, and {several} makes a job of each site; try one site, without it"
     if run.in_process.inprocess_restart:
         yield f"{several} cannot be combined with --inprocess-restart; let the launcher start a site again"
     has_copies = run.ties_embeddings or run.model.mtp_num_layers is not None

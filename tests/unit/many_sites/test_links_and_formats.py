@@ -152,6 +152,7 @@ FEW = "--diloco-replicas 2 "
             "names 3 nodes, which do not divide",
         ),
         (FEW + "--diloco-timeout-seconds 600", "is not less than --distributed-timeout-minutes 10"),
+        (FEW + "--dry-run", "--dry-run tries one job, and --diloco-replicas 2 makes a job of each site"),
         ("--diloco-replicas 3", "--diloco-replicas 3 does not divide the 4 processes into equal sites; use 2 or 4"),
         (FEW + "--tensor-model-parallel-size 4", "2"),
         (FEW + "--use-torch-fsdp2", "--diloco-replicas 2 cannot be combined with --use-torch-fsdp2"),
