@@ -96,9 +96,7 @@ class Judge:
         config = found.config
         if config.sites.diloco_replicas > 1:
             several = config.say("diloco_replicas")
-            raise ConfigError(
-                f"{several}: plan one site, with its GPUs and its share of the batch, without it"
-            )
+            raise ConfigError(f"{several}: plan one site, with its GPUs and its share of the batch, without it")
         model = config.model
         layout = Layout(
             list(flags), model.tensor_model_parallel_size, model.pipeline_model_parallel_size,

@@ -28,7 +28,8 @@ class DistributedInitConfig(CheckedConfig):
     """Communication library; nccl on CUDA devices and gloo on CPUs when not given."""
     elastic_layouts: str | None = flag(None, kind="layout", metavar="LAYOUT,LAYOUT,...")
     """Layouts for a run that may be started again with more or fewer processes, such as tp2pp2,tp1pp2,tp1pp1: the first
-    one that fits the processes at hand is used. The global batch stays."""
+    one that fits the processes at hand is used. The global batch stays. A command line makes the sizes of a layout of
+    it; a config in Python has its sizes and reads nothing here."""
     # Also the time in which the processes must find each other when a job starts.
     distributed_timeout_minutes: int = flag(10, minimum=1, maximum=_MOST_MINUTES, unit="minutes")
     """Minutes that a collective may wait for other ranks."""

@@ -240,6 +240,7 @@ LEFT_OUT = {
     "use_checkpoint_args": "it reads a checkpoint",
     "use_torch_fsdp2": "a command line makes other settings of it",
     "use_megatron_fsdp": "likewise",
+    "elastic_layouts": "likewise: the sizes of a layout",
     "optimizer": "likewise: dist_muon",
     "recompute_activations": "likewise, as all switches of GPTModelFlags",
     "window_size": "written as one text",
