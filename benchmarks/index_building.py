@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.datasets.blend import Split
+from megatron.core.datasets.blend import DataSplit
 from megatron.core.datasets.blending_order import build_blending_indices
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.index_builders import (
@@ -211,7 +211,7 @@ class Dataset:
         )
         low_level = GPTDataset.build_low_level_dataset(self.prefix, config)
         documents = np.arange(self.documents, dtype=np.int32)
-        dataset_class(low_level, self.prefix, documents, None, Split.train, config)
+        dataset_class(low_level, self.prefix, documents, None, DataSplit.train, config)
         shutil.rmtree(cache)
 
 

@@ -49,7 +49,7 @@ from megatron.training.recipes.gpt import build_gpt_recipe
 from megatron.training.run import Run
 from megatron.training.step import train_step
 from megatron.training.verify.parity import open_local_run
-from megatron.training.verify.parity_layouts import Layout, parse_layout
+from megatron.training.verify.parity_layouts import ParityLayout, parse_layout
 
 LAYERS, HIDDEN, SEQUENCE, VOCABULARY, MICROBATCHES = 4, 128, 64, 512, 8
 LAYOUTS = ["1", "tp2", "tp2,sp", "tp4,sp", "tp2,sp,--tp-comm-overlap", "cp2", "pp2", "pp4", "tp2,sp,pp2", "dp2",
@@ -167,7 +167,7 @@ def _uncounted(packed: Any) -> Any:
     return packed.tensor if isinstance(packed, _Kept) else packed
 
 
-def build_flags(layout: Layout, layers: int) -> list[str]:
+def build_flags(layout: ParityLayout, layers: int) -> list[str]:
     """The run's flags; every replica has as many microbatches."""
     batch, padding = MICROBATCHES * layout.sizes["dp"], VOCABULARY // layout.sizes["tp"]
     flags = f"""--num-layers {layers} --hidden-size {HIDDEN} --num-attention-heads {HEADS} --seq-length {SEQUENCE}
@@ -209,7 +209,7 @@ def _count_bytes(tensors: list[Tensor]) -> int:
     return sum(sizes.values())
 
 
-def planned(layout: Layout, rank: int, per_layer: float, ends: float) -> Bytes:
+def planned(layout: ParityLayout, rank: int, per_layer: float, ends: float) -> Bytes:
     """Return what the formulas at the head of this file say of a rank."""
     tp, pp, dp, cp = (layout.sizes[axis] for axis in ("tp", "pp", "dp", "cp"))
     terms = layout.text.split(",")

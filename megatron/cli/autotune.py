@@ -88,7 +88,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialResult:
     """Result of trying a candidate."""
 
     candidate: Candidate
@@ -206,10 +206,10 @@ class Tuner:
         """
         self.flags, self.try_one, self.deadline = list(flags), try_one, deadline
         self.environment = environment
-        self.outcomes: dict[Candidate, Outcome] = {}
+        self.outcomes: dict[Candidate, TrialResult] = {}
         self.is_out_of_time = False
 
-    def search(self, sizes: Sequence[int], memory_bytes: float, kernels: Sequence[str]) -> Outcome | None:
+    def search(self, sizes: Sequence[int], memory_bytes: float, kernels: Sequence[str]) -> TrialResult | None:
         """The fastest candidate; None where none fits. sizes: of micro-batches, ascending."""
         largest = 0
         for recomputation in RECOMPUTATION:
@@ -260,7 +260,7 @@ class Tuner:
                 fastest = min(fastest, outcome.seconds or fastest)
         return largest
 
-    def measure(self, candidate: Candidate) -> Outcome | None:
+    def measure(self, candidate: Candidate) -> TrialResult | None:
         """Try a candidate and return its result; None where the time is over."""
         if candidate in self.outcomes:
             return self.outcomes[candidate]
@@ -271,11 +271,11 @@ class Tuner:
         state = found.pop("state", "fits")
         if text := found.pop("text", ""):
             state = f"{state}: {text}"
-        outcome = Outcome(candidate, state, self.estimate_bytes(candidate), **found)
+        outcome = TrialResult(candidate, state, self.estimate_bytes(candidate), **found)
         self.outcomes[candidate] = outcome
         return outcome
 
-    def find_best(self) -> Outcome | None:
+    def find_best(self) -> TrialResult | None:
         """The fastest so far."""
         return min((o for o in self.outcomes.values() if o.fits), key=lambda o: o.seconds or 0.0, default=None)
 
@@ -377,7 +377,7 @@ def find_program() -> list[str]:
     return [str(script)] if script.exists() else ["-m", "megatron.cli.autotune"]
 
 
-def format_table(outcomes: Sequence[Outcome]) -> str:
+def format_table(outcomes: Sequence[TrialResult]) -> str:
     """A line for each trial."""
     lines = [f"{'micro-batch':>11}{'estimated':>12}{'peak':>12}{'ms/step':>10}{'tokens/s':>11}  flags"]
     for outcome in outcomes:
@@ -394,7 +394,7 @@ def format_table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-class Progress:
+class SearchProgress:
     """Says which trial begins, and when the last one may be over."""
 
     def __init__(self, most: int, run: Callable[[Candidate], dict[str, Any]]) -> None:
@@ -425,7 +425,7 @@ def tune(arguments: argparse.Namespace, words: Sequence[str]) -> dict[str, Any]:
     kernels = list_kernels(words, has_experts=has_experts, on_gpu=is_cuda(current_device()))
     memory, source = read_total_memory()
     print(f"{source} {format_bytes(memory)}; micro-batches of {', '.join(map(str, sizes))}; {len(kernels)} kernels")
-    progress = Progress(
+    progress = SearchProgress(
         len(sizes) * len(RECOMPUTATION) + len(kernels), lambda candidate: start_trial(flags, arguments, candidate)
     )
     tuner = Tuner(flags, progress, time.monotonic() + 60 * arguments.minutes, environment)

@@ -31,7 +31,7 @@ from megatron.training.flags.read import examine, read_run_config
 from megatron.training.flags.shrink import shrink
 from megatron.training.verify.parity_layouts import (
     SIZE_FLAGS,
-    Layout,
+    ParityLayout,
     choose_padding,
     find_smallest_part,
     parse_layout,
@@ -39,7 +39,7 @@ from megatron.training.verify.parity_layouts import (
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
-    from megatron.training.verify.comparison import Finding
+    from megatron.training.verify.comparison import ParityFinding
     from megatron.training.verify.parity import RankTrace, Trace
 
 _USAGE = "give the flags of pretrain_gpt.py, then --gradients, or --layouts and one or more such as tp2 tp2,sp,pp2"
@@ -51,7 +51,7 @@ class Arguments:
 
     flags: list[str]
     """Of the run, for one process."""
-    layouts: list[Layout]
+    layouts: list[ParityLayout]
     iterations: int = 3
     show_all: bool = False
     gradients: bool = False
@@ -103,13 +103,13 @@ class Comparison:
         self.errors: list[MegatronError] = []
         """Of layouts that could not run."""
 
-    def command_line(self, layout: Layout) -> list[str]:
+    def command_line(self, layout: ParityLayout) -> list[str]:
         """Return the flags of a run under the layout; the layout's own come last, so that they win."""
         divisible_by = self.padding["1"] // layout.sizes["tp"]
         padding = ["--make-vocab-size-divisible-by", str(divisible_by)]
         return [*self.arguments.flags, *_SETTINGS, *padding, *layout.flags]
 
-    def trace(self, layout: Layout) -> Trace:
+    def trace(self, layout: ParityLayout) -> Trace:
         """Return what one run under a layout computes. Raises MegatronError where it cannot run."""
         from megatron.training.launch.local_job import run_locally
         from megatron.training.verify.parity import join
@@ -117,7 +117,7 @@ class Comparison:
         arguments: tuple[Any, ...] = (self.command_line(layout), layout.world_size, self.arguments.iterations)
         return join(run_locally(train_share, layout.world_size, arguments))
 
-    def check(self, layout: Layout) -> bool:
+    def check(self, layout: ParityLayout) -> bool:
         """Run it and print what came of it; whether it is the same run."""
         from megatron.training.verify.comparison import find_largest_differences
         from megatron.training.verify.report import write_report
@@ -142,16 +142,16 @@ class Comparison:
             self._print_smallest_part(layout, self._differs)
         return is_same
 
-    def _find_differences(self, found: Trace) -> list[Finding]:
+    def _find_differences(self, found: Trace) -> list[ParityFinding]:
         from megatron.training.verify.comparison import choose_tolerances, find_differences
 
         return find_differences(self.reference, found, choose_tolerances(self.model))
 
-    def _print_smallest_part(self, layout: Layout, still: Callable[[Layout], bool]) -> None:
+    def _print_smallest_part(self, layout: ParityLayout, still: Callable[[ParityLayout], bool]) -> None:
         if len(layout.terms) < 2:
             return
 
-        def ask(part: Layout) -> bool:
+        def ask(part: ParityLayout) -> bool:
             result = still(part)
             print(f"  trying {part.text}: {'it shows, too' if result else 'it does not show'}", flush=True)
             return result
@@ -162,14 +162,14 @@ class Comparison:
         else:
             print(f"  the smallest part of {layout.text} that shows it: {smallest.text}", flush=True)
 
-    def _differs(self, part: Layout) -> bool:
+    def _differs(self, part: ParityLayout) -> bool:
         try:
             found = self.trace(part)
         except MegatronError:
             return False
         return bool(self._find_differences(found) or found.disagreements)
 
-    def _fails_with(self, part: Layout, kind: type[MegatronError]) -> bool:
+    def _fails_with(self, part: ParityLayout, kind: type[MegatronError]) -> bool:
         """A part that is refused, where the whole crashed, has not shown the crash."""
         try:
             self.trace(part)
@@ -245,7 +245,7 @@ def _refuse_layout_flags(flags: Sequence[str]) -> None:
         raise ConfigError(problems)
 
 
-def _check_all(flags: Sequence[str], layouts: Sequence[Layout], padding: Mapping[str, int]) -> None:
+def _check_all(flags: Sequence[str], layouts: Sequence[ParityLayout], padding: Mapping[str, int]) -> None:
     """Refuse every illegal layout before anything runs. Raises ConfigError with all problems."""
     problems: dict[str, None] = {}
     for layout in layouts:

@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron.core.errors import say
 from megatron.training.config.container import RunConfig
 from megatron.training.hooks.progress_lines import compute_perplexity, format_duration
-from megatron.training.metrics import Row
+from megatron.training.metrics import MetricsRow
 from megatron.training.run import Evaluation, Hook, Phase, Run
 
 FILE_NAME = "summary.txt"
@@ -26,7 +26,7 @@ _PROMPT = "Once upon a time"
 
 
 @dataclass(frozen=True)
-class Start:
+class ProgramStart:
     """Command that started this program."""
 
     program: str
@@ -54,7 +54,7 @@ class SummaryHook(Hook):
     # First of all phases, which is the last when hooks are closed: nothing is printed below it.
     phase = Phase.MEASURE
 
-    def __init__(self, start: Start, can_export: Callable[[Run], bool]) -> None:
+    def __init__(self, start: ProgramStart, can_export: Callable[[Run], bool]) -> None:
         """can_export: whether a Hugging Face model can be made of the run's."""
         self.start, self.can_export = start, can_export
         self._began: Progressed | None = None
@@ -67,7 +67,7 @@ class SummaryHook(Hook):
         if run.is_first_rank:
             self._began = Progressed(run.progress.iteration, run.progress.consumed_train_samples)
 
-    def on_metrics(self, run: Run, rows: Sequence[Row]) -> None:
+    def on_metrics(self, run: Run, rows: Sequence[MetricsRow]) -> None:
         """Keep the last losses."""
         self._losses = dict(rows[-1].losses)
 
@@ -126,7 +126,7 @@ class SummaryHook(Hook):
         return results
 
 
-def list_commands(config: RunConfig, start: Start, is_saved: bool, is_finished: bool) -> dict[str, str]:
+def list_commands(config: RunConfig, start: ProgramStart, is_saved: bool, is_finished: bool) -> dict[str, str]:
     """Return what to type next -> the command; nothing where no checkpoint was saved."""
     root = config.checkpoint.save
     if root is None or not is_saved:
@@ -146,7 +146,7 @@ def list_commands(config: RunConfig, start: Start, is_saved: bool, is_finished: 
     return commands
 
 
-def format_program(start: Start) -> str | None:
+def format_program(start: ProgramStart) -> str | None:
     """Return how the run was started, up to its flags; None where a cluster has started it, or several nodes."""
     environment = start.environment
     processes = environment.get("WORLD_SIZE", "1")
@@ -165,7 +165,7 @@ def format_program(start: Start) -> str | None:
     return shlex.join(["python", *program] if program else [name])
 
 
-def format_module(start: Start) -> str:
+def format_module(start: ProgramStart) -> str:
     """`python -m`, in a way that finds this package from the current directory."""
     root = Path(__file__).resolve().parents[2]
     if start.can_import or root == start.directory.resolve():

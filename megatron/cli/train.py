@@ -49,9 +49,9 @@ def main(*, needs_letters: bool = False) -> int:
             "--hybrid-layer-pattern is missing; give a letter for each layer, such as M-M*- (M Mamba-2, * attention, - "
             "MLP), or use pretrain_gpt.py"
         )
-    from megatron.cli.summary import Start, SummaryHook
+    from megatron.cli.summary import ProgramStart, SummaryHook
 
-    start = Start(sys.argv[0], sys.argv[1:], os.environ, Path.cwd(), is_installed())
+    start = ProgramStart(sys.argv[0], sys.argv[1:], os.environ, Path.cwd(), is_installed())
     train(config, [SummaryHook(start, can_export)])
     return 0
 

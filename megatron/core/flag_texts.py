@@ -51,7 +51,7 @@ def layer_pattern(text: str) -> int | list[int]:
     """A whole number, or one number per layer written as a list expression such as ([0]*2+[1]*6)."""
     if re.fullmatch(r"[+-]?[0-9]+", text):
         return integer(text)
-    return _Reader(_split(text)).read()
+    return _TextCursor(_split(text)).read()
 
 
 def window(text: str) -> tuple[int, int]:
@@ -76,7 +76,7 @@ def _split(text: str) -> list[str]:
     return tokens
 
 
-class _Reader:
+class _TextCursor:
     """Recursive descent over the grammar above."""
 
     def __init__(self, tokens: list[str]) -> None:

@@ -65,7 +65,7 @@ class Part:
     name: str = ""
 
 
-class Run(NamedTuple):
+class DimRange(NamedTuple):
     """A stretch of one dimension that a shard holds."""
 
     start: int
@@ -97,10 +97,10 @@ class Split:
     parts: tuple[Part, ...] | None = None
     """Sub-blocks that are cut one by one, in order; the whole dimension is one part when None."""
 
-    def runs(self, size: int) -> list[Run]:
+    def runs(self, size: int) -> list[DimRange]:
         """Return what this shard holds of a dimension that is `size` long, in the shard's order; neighbours are
         merged."""
-        runs: list[Run] = []
+        runs: list[DimRange] = []
         for _, run in self._part_runs(size):
             last = runs[-1] if runs else None
             # So that a plain split is one slice, however many parts it has.
@@ -157,7 +157,7 @@ class Split:
                     f"{where} cannot be split over {self.axis}: {what} does not divide by {last - first}"
                 )
 
-    def _part_runs(self, size: int) -> Iterator[tuple[Part, Run]]:
+    def _part_runs(self, size: int) -> Iterator[tuple[Part, DimRange]]:
         start = local_start = 0
         for part in self.list_parts(size):
             first, last = part.shards or (0, self.num_shards)
@@ -166,7 +166,7 @@ class Split:
                 offset = 0 if part.replicated else (self.index - first) * length
                 # Of several holders the first is the owner, so that the part is saved and counted once.
                 owned = not part.replicated or self.index == first
-                yield part, Run(start + offset, local_start, length, owned)
+                yield part, DimRange(start + offset, local_start, length, owned)
                 local_start += length
             start += part.size
 
@@ -276,7 +276,7 @@ class Placement:
     def pieces(self) -> list[Piece]:
         """Every rectangular block this process holds: in the full tensor, in the shard, and whether it is the owner."""
         by_dim = {split.dim: split.runs(self.full_shape[split.dim]) for split in self.splits}
-        whole = [[Run(0, 0, size, True)] for size in self.full_shape]
+        whole = [[DimRange(0, 0, size, True)] for size in self.full_shape]
         # Cuts of several dimensions are independent: every combination of their runs is a block.
         runs = [by_dim.get(dim, whole[dim]) for dim in range(len(self.full_shape))]
         return [

@@ -37,7 +37,7 @@ ALARM, VERDICT = 1, 2
 
 
 @dataclass(frozen=True)
-class Call:
+class LastCollective:
     """The last collective that a process has entered in one group."""
 
     axis: str
@@ -57,7 +57,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class ProgressSnapshot:
     """A record as it was read."""
 
     rank: int
@@ -70,7 +70,7 @@ class Snapshot:
     """Moves with every note."""
     limit_seconds: float
     """A step without a note for so long is taken for hung; 0 as long as no limit is known."""
-    calls: tuple[Call, ...]
+    calls: tuple[LastCollective, ...]
     """Of each group, the latest first."""
     save_limit_seconds: float = 0.0
     """The same of a save, in which a process that writes is not silent."""
@@ -155,7 +155,7 @@ class ProgressRecord:
 
     # ---- who watches
 
-    def read(self) -> Snapshot:
+    def read(self) -> ProgressSnapshot:
         """Return what the record says now."""
         rank, process, phase, _, iteration, microbatch, changes, *limits = _HEADER.unpack_from(self._map, 0)
         calls = []
@@ -164,9 +164,13 @@ class ProgressRecord:
             order, number, tensor_bytes, kind = _CALL.unpack_from(self._map, at)
             if number:
                 axis, ranks = _GROUP.unpack_from(self._map, at + _CALL.size)
-                calls.append(Call(_text(axis), _read_ranks(_text(ranks)), _text(kind), number, tensor_bytes, order))
+                calls.append(
+                    LastCollective(_text(axis), _read_ranks(_text(ranks)), _text(kind), number, tensor_bytes, order)
+                )
         calls.sort(key=lambda call: -call.order)
-        return Snapshot(rank, process, phase, iteration, microbatch, changes, limits[0], tuple(calls), limits[1])
+        return ProgressSnapshot(
+            rank, process, phase, iteration, microbatch, changes, limits[0], tuple(calls), limits[1]
+        )
 
     def tell(self, what: int) -> None:
         """Tell the process that its job seems hung (ALARM), or is (VERDICT)."""

@@ -39,7 +39,7 @@ from megatron.hf.checkpoints import (
     write_checkpoint,
 )
 from megatron.hf.entries import Entry, count_values, list_entries, list_their_shapes
-from megatron.hf.progress import Progress
+from megatron.hf.progress import ConversionProgress
 from megatron.hf.quantised import SCALE, DequantisedTensors, FP8Weights
 from megatron.hf.settings import build_config_json, read_settings
 from megatron.hf.tensor_files import (
@@ -256,7 +256,7 @@ def import_model(
     StorageError on all of them; `output` then does not exist.
     """
     with fresh_directory(output, group=group) as temporary:
-        progress = Progress("converting", count_values(source.entries), group)
+        progress = ConversionProgress("converting", count_values(source.entries), group)
 
         def make(entry: Entry) -> Tensor:
             ours = entry.join(source.read)
@@ -355,7 +355,7 @@ def export_model(
     own = list_own_names(files, share)
 
     def write(directory: Path) -> None:
-        progress = Progress("converting", count_values(model.entries), group)
+        progress = ConversionProgress("converting", count_values(model.entries), group)
         if group.rank() == 0:
             write_json_and_files(directory, config_json, others)
         tensors = split_all(model.entries, checkpoint.read, own, store)
@@ -387,7 +387,7 @@ def write_hf_directory(
     tensors: theirs with their names, in the order of the entries. get_dtype: number format of a parameter of ours, by
     our name. by_a_run: a later run may replace the directory. Raises StorageError.
     """
-    progress = Progress("converting", count_values(entries))
+    progress = ConversionProgress("converting", count_values(entries))
     write_json_and_files(directory, config_json, files)
     write_tensors(directory, list_shapes(entries, get_dtype), watch(tensors, progress), by_a_run=by_a_run)
     progress.end()
@@ -402,7 +402,7 @@ def list_shapes(entries: Iterable[Entry], get_dtype: Callable[[str], torch.dtype
     }  # fmt: skip
 
 
-def watch(tensors: Iterator[tuple[str, Tensor]], progress: Progress) -> Iterator[tuple[str, Tensor]]:
+def watch(tensors: Iterator[tuple[str, Tensor]], progress: ConversionProgress) -> Iterator[tuple[str, Tensor]]:
     """The same tensors; each is counted once it has been used."""
     for name, tensor in tensors:
         yield name, tensor
@@ -455,7 +455,7 @@ def verify_weights(
 ) -> None:
     """Compare a checkpoint of ours with their files, bit for bit; each process of `group` compares a share. Raises
     CheckpointError that lists what differs, on all."""
-    progress = Progress("comparing", count_values(entries), group)
+    progress = ConversionProgress("comparing", count_values(entries), group)
 
     def compare() -> list[str]:
         differing = []

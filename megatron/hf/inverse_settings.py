@@ -11,7 +11,7 @@ from megatron.core.plan.model_plan import BranchOptions, LayerPlan
 from megatron.core.plan.read import read_plan
 from megatron.training.config.container import RunConfig
 from megatron.training.flags.declarations import flags_by_spelling
-from megatron.training.recipes.family import GROUP_LIMITED, ROPE_TYPES, Family, Setting
+from megatron.training.recipes.family import GROUP_LIMITED, ROPE_TYPES, ConfigKey, Family
 from megatron.training.recipes.family_flags import ENDLESS, FULL, list_pinned
 from megatron.training.recipes.family_letters import read_pattern
 
@@ -72,7 +72,7 @@ def _put(fields: dict[str, Any], names: str, value: Any) -> None:
     fields[last] = value
 
 
-def _invert(setting: Setting, config: RunConfig, fields: dict[str, Any]) -> bool:
+def _invert(setting: ConfigKey, config: RunConfig, fields: dict[str, Any]) -> bool:
     """Add the field of one setting; False where the family has no model with its value."""
     if setting.form in ("root", "two best", "full layers"):
         # Of a field that something else writes; whether it counts is said here.
@@ -119,7 +119,7 @@ def _invert(setting: Setting, config: RunConfig, fields: dict[str, Any]) -> bool
     return True
 
 
-def _convert(setting: Setting, value: Any, config: RunConfig, layers: Sequence[LayerPlan]) -> Any:
+def _convert(setting: ConfigKey, value: Any, config: RunConfig, layers: Sequence[LayerPlan]) -> Any:
     """Return the value of their field for ours, where it is one field of its own; ours as it is for other forms."""
     model = config.model
     match setting.form:
@@ -163,7 +163,7 @@ def _convert(setting: Setting, value: Any, config: RunConfig, layers: Sequence[L
     return value
 
 
-def _invert_span(setting: Setting, has_experts: list[bool], fields: dict[str, Any]) -> bool:
+def _invert_span(setting: ConfigKey, has_experts: list[bool], fields: dict[str, Any]) -> bool:
     """Add the first and last layer with experts, and every which in between has some; False where no three numbers say
     it."""
     first, last = has_experts.index(True), len(has_experts) - 1 - has_experts[::-1].index(True)
@@ -190,7 +190,7 @@ def _read(flag: str, config: RunConfig) -> Any:
     return getattr(getattr(config, declared.config), declared.dest)
 
 
-def _is_given(setting: Setting, config: RunConfig) -> bool:
+def _is_given(setting: ConfigKey, config: RunConfig) -> bool:
     """Return whether a switch, in this spelling, would have to stand on the command line."""
     value = _read(setting.flag, config)
     if setting.word is not None:

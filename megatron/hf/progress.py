@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _QUIET_SECONDS = 2.0
 
 
-class Progress:
+class ConversionProgress:
     """Counts values of parameters against those of the whole model, and says every two seconds where it stands."""
 
     def __init__(self, doing: str, total_values: int, group: Group | None = None) -> None:

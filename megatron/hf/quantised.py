@@ -25,7 +25,7 @@ from megatron.core.errors import CheckpointError
 from megatron.core.fp8 import E4M3, SCALED_BLOCK, quantise_blocks
 from megatron.core.placement import Box
 from megatron.hf.entries import Entry, list_their_shapes
-from megatron.hf.tensor_files import Shapes, StoredTensor, TensorDirectory
+from megatron.hf.tensor_files import HFTensor, Shapes, TensorDirectory
 
 SCALE, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -89,7 +89,7 @@ class DequantisedTensors:
         self._stored = stored
         self._readers: dict[str, Callable[[str, Box], Tensor]] = {}
         self._block = (0, 0)
-        self.contents: Mapping[str, StoredTensor] = {}
+        self.contents: Mapping[str, HFTensor] = {}
         """The tensors by the names that they have where nothing is quantised."""
         self.note = ""
         """A sentence about what is done."""
@@ -121,7 +121,7 @@ class DequantisedTensors:
 
     # ---- FP8
 
-    def _list_fp8(self) -> dict[str, StoredTensor]:
+    def _list_fp8(self) -> dict[str, HFTensor]:
         found = {}
         for name, tensor in self._stored.contents.items():
             if name.endswith(SCALE) and name.removesuffix(SCALE) in self._stored.contents:
@@ -147,7 +147,7 @@ class DequantisedTensors:
 
     # ---- MXFP4
 
-    def _list_mxfp4(self) -> dict[str, StoredTensor]:
+    def _list_mxfp4(self) -> dict[str, HFTensor]:
         found = {}
         for stored_name, tensor in self._stored.contents.items():
             name = stored_name.removesuffix(_BLOCKS)

@@ -31,7 +31,7 @@ from megatron.core.process_groups_config import Group
 from megatron.hf.checkpoints import fresh_directory
 from megatron.hf.conversion import CARRIED, Source, open_source, write_hf_directory
 from megatron.hf.entries import Entry, count_values, list_entries
-from megatron.hf.progress import Progress
+from megatron.hf.progress import ConversionProgress
 from megatron.hf.settings import build_config_json
 from megatron.hf.tensor_files import is_written_by_a_run
 from megatron.hf.weight_stream import WeightStream
@@ -209,7 +209,7 @@ class HuggingFaceModel:
         own = [(tensor, entries[keys[tensor.key]]) for tensor in tensors.values() if tensor.key in keys]
 
         def fill() -> None:
-            progress = Progress("loading", count_values(entry for _, entry in own))
+            progress = ConversionProgress("loading", count_values(entry for _, entry in own))
             with torch.no_grad():
                 for tensor, entry in own:
                     self._fill(tensor, entry)

@@ -45,7 +45,7 @@ _LARGEST_READ = 16_000_000
 _INDEX_NAME = "model.safetensors.index.json"
 
 
-class StoredTensor(NamedTuple):
+class HFTensor(NamedTuple):
     """Facts about a tensor before it is read."""
 
     file: Path
@@ -59,7 +59,7 @@ class TensorDirectory(Protocol):
     """The weights of a directory: a table of contents, and single tensors on demand."""
 
     @property
-    def contents(self) -> Mapping[str, StoredTensor]:
+    def contents(self) -> Mapping[str, HFTensor]:
         """Facts about every tensor, by its name."""
 
     def read(self, name: str) -> Tensor:
@@ -102,7 +102,7 @@ def _find_shards(directory: Path, stem: str, suffix: str) -> dict[Path, set[str]
 
 class _SafetensorsFiles:
     def __init__(self, shards: Mapping[Path, set[str] | None]) -> None:
-        self.contents: dict[str, StoredTensor] = {}
+        self.contents: dict[str, HFTensor] = {}
         for file, promised in shards.items():
             found = _read_header(file)
             _refuse_missing(file, promised, found)
@@ -174,7 +174,7 @@ def _refuse_missing(file: Path, promised: set[str] | None, found: Iterable[str])
         )
 
 
-def _read_header(path: Path) -> dict[str, StoredTensor]:
+def _read_header(path: Path) -> dict[str, HFTensor]:
     """The table of contents of a safetensors file, checked against the file's length."""
     try:
         size = path.stat().st_size
@@ -203,7 +203,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
                     f"{path} ({size} bytes): {name} of shape {shape} is said to lie in bytes {first} to {last} of "
                     f"{size - begin}; the file was cut off or is damaged, download it again"
                 )
-            found[str(name)] = StoredTensor(path, dtype, shape, begin + first)
+            found[str(name)] = HFTensor(path, dtype, shape, begin + first)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -215,13 +215,13 @@ class _TorchFiles:
     """Pickled state dicts, read without running anything they contain, and mapped instead of loaded."""
 
     def __init__(self, shards: Mapping[Path, set[str] | None]) -> None:
-        self.contents: dict[str, StoredTensor] = {}
+        self.contents: dict[str, HFTensor] = {}
         self._opened: dict[Path, Mapping[str, Tensor]] = {}
         for file, promised in shards.items():
             tensors = self._load(file)
             _refuse_missing(file, promised, tensors)
             for name, tensor in tensors.items():
-                self.contents[name] = StoredTensor(file, tensor.dtype, tuple(tensor.shape), -1)
+                self.contents[name] = HFTensor(file, tensor.dtype, tuple(tensor.shape), -1)
 
     def read(self, name: str) -> Tensor:
         """One tensor, on the CPU. Raises CheckpointError."""

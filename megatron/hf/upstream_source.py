@@ -40,7 +40,7 @@ from megatron.hf.checkpoints import (
     staged_directory,
     write_checkpoint,
 )
-from megatron.hf.progress import Progress
+from megatron.hf.progress import ConversionProgress
 from megatron.training.checkpoint.tokenizer_assets import list_tokenizer_files
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.container import RunConfig
@@ -148,7 +148,7 @@ def import_upstream(source: UpstreamCheckpoint, output: Path, *, verify: bool = 
     Raises CheckpointError, StorageError on all of them; `output` then does not exist.
     """
     with fresh_directory(output, group=group) as temporary:
-        progress = Progress(
+        progress = ConversionProgress(
             "converting", sum(torch.Size(tensor.shape).numel() for tensor in source.tensors.values()), group
         )
 

@@ -145,7 +145,7 @@ def find_recomputed_parts(model: TransformerConfig) -> set[str]:
     return parts
 
 
-class _Chunk(NamedTuple):
+class _ChunkMemory(NamedTuple):
     """Memory that the microbatches of a virtual stage need."""
 
     kept: float
@@ -166,7 +166,7 @@ class _Chunk(NamedTuple):
 
 def _describe_chunk(
     model: TransformerConfig, replicas: DistributedDataParallelConfig, workload: Workload, content: StageContent
-) -> _Chunk:
+) -> _ChunkMemory:
     tokens, ranks = count_tokens(model, workload), model.tensor_model_parallel_size
     hidden = tokens.own * model.hidden_size * count_bytes(model)
     plans = read_plan(model).decoder[content.layers.start : content.layers.stop]
@@ -231,7 +231,7 @@ def _describe_chunk(
         whole = tokens.all * model.hidden_size * count_bytes(model)
         rounding = count_head_temporaries(model, tokens, workload)
         backward = max(backward, forward + rounding + whole + (whole + hidden if model.sequence_parallel else 0.0))
-    return _Chunk(
+    return _ChunkMemory(
         kept, waiting, forward, max(backward, forward), recorded, entering, 0.0 if content.has_loss else stream
     )
 
@@ -386,7 +386,7 @@ def _count_gradients(model: TransformerConfig, branch: Branch, rows: Sequence[Ke
     return most
 
 
-def _walk(program: Program, chunks: Sequence[_Chunk], *, overlaps: bool) -> float:
+def _walk(program: Program, chunks: Sequence[_ChunkMemory], *, overlaps: bool) -> float:
     """The most that lives at one moment of a rank's program. overlaps: a transfer is not waited for where it begins."""
     most = 0.0
     in_flight, recorded = [0] * len(chunks), [0] * len(chunks)

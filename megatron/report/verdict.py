@@ -45,7 +45,7 @@ _KINDS = (
 
 
 @dataclass(frozen=True)
-class Finding:
+class TimeCost:
     """One thing that costs time."""
 
     cause: str
@@ -62,7 +62,7 @@ class Verdict:
     """Shares of a step's time, and the cause of the largest."""
 
     sentence: str
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[TimeCost] = field(default_factory=list)
     """The most expensive first."""
     shares: Mapping[str, float] = field(default_factory=dict)
     """Part -> share of a step, in sum 1."""
@@ -156,7 +156,7 @@ def _read_timers(run: RunRecord) -> dict[str, float]:
     return {part: seconds / whole for part, seconds in found.items() if seconds}
 
 
-def _list_findings(run: RunRecord, shares: Mapping[str, float]) -> Iterator[Finding]:
+def _list_findings(run: RunRecord, shares: Mapping[str, float]) -> Iterator[TimeCost]:
     yield from _judge_data(run, shares)
     collectives = {kind: shares[kind] for kind in _KINDS if shares.get(kind)}
     slow = _find_slow_rank(run)
@@ -176,15 +176,15 @@ def _list_findings(run: RunRecord, shares: Mapping[str, float]) -> Iterator[Find
     yield from _judge_computing(run, shares)
 
 
-def _judge_data(run: RunRecord, shares: Mapping[str, float]) -> Iterator[Finding]:
+def _judge_data(run: RunRecord, shares: Mapping[str, float]) -> Iterator[TimeCost]:
     share = max(shares.get("data", 0.0), measure_data_share(run) or 0.0)
     if share > _USUAL["data"]:
         workers = int(run.setting("num_workers", 2))
         flags = (f"--num-workers {max(4, 2 * workers)}", "--data-cache-path on a local disk")
-        yield Finding("data", share, f"Data loading is {share:.0%} of a step: {flags[0]}", flags)
+        yield TimeCost("data", share, f"Data loading is {share:.0%} of a step: {flags[0]}", flags)
 
 
-def _judge_collectives(run: RunRecord, kinds: Mapping[str, float]) -> Finding:
+def _judge_collectives(run: RunRecord, kinds: Mapping[str, float]) -> TimeCost:
     share, worst = sum(kinds.values()), max(kinds, key=lambda kind: kinds[kind])
     flags: list[str] = []
     if run.setting("tensor_model_parallel_size", 1) > 1 and worst in ("all-gather", "reduce-scatter", "all-reduce"):
@@ -197,13 +197,13 @@ def _judge_collectives(run: RunRecord, kinds: Mapping[str, float]) -> Finding:
         if run.setting("tensor_model_parallel_size", 1) <= 1 or worst != "all-reduce":
             flags += ["--overlap-grad-reduce"]
         flags += ["--use-distributed-optimizer --overlap-param-gather", "a larger --global-batch-size"]
-    return Finding(
+    return TimeCost(
         "collectives", share,
         f"Communication that nothing hides is {share:.0%} of a step, most of it {worst}: {flags[0]}", tuple(flags),
     )  # fmt: skip
 
 
-def _find_slow_rank(run: RunRecord) -> Finding | None:
+def _find_slow_rank(run: RunRecord) -> TimeCost | None:
     """One rank that works longer than its peers, which all wait for it: from profiles of several ranks of one stage, or
     from --log-straggler, phase by phase."""
     working = {profile.rank: profile.working_seconds for profile in run.profiles}
@@ -220,7 +220,7 @@ def _find_slow_rank(run: RunRecord) -> Finding | None:
     return max((one for one in found if one is not None), key=lambda one: one.share, default=None)
 
 
-def _name_slow_rank(taken: Mapping[int, float], step: float, does: str) -> Finding | None:
+def _name_slow_rank(taken: Mapping[int, float], step: float, does: str) -> TimeCost | None:
     """The rank that takes clearly longer than the others; none where there is none. step: a whole one, in the same
     unit."""
     if len(taken) < 2 or step <= 0:
@@ -230,7 +230,7 @@ def _name_slow_rank(taken: Mapping[int, float], step: float, does: str) -> Findi
     lost = min(1.0, (taken[slowest] - usual) / step)
     if taken[slowest] < _SLOW_RANK * usual or lost < _USUAL["slow rank"]:
         return None
-    return Finding(
+    return TimeCost(
         "slow rank", lost,
         f"Rank {slowest} {does} {taken[slowest] / max(usual, 1e-9):.1f} times as long as its peers, who wait: "
         "look at its node", ("--log-straggler",),
@@ -263,7 +263,7 @@ def _measure_stages(run: RunRecord) -> list[float]:
     return [statistics.median(by_stage[stage]) for stage in sorted(by_stage)] if len(by_stage) > 1 else []
 
 
-def _judge_bubble(run: RunRecord, bubble: float, shares: Mapping[str, float]) -> Finding:
+def _judge_bubble(run: RunRecord, bubble: float, shares: Mapping[str, float]) -> TimeCost:
     work: Sequence[float] = ()
     flags: tuple[str, ...]
     if run.pipeline is not None:
@@ -280,16 +280,16 @@ def _judge_bubble(run: RunRecord, bubble: float, shares: Mapping[str, float]) ->
             flags = ("--account-for-loss-in-pipeline-split", "--decoder-last-pipeline-num-layers N", *flags)
         elif busiest == 0:
             flags = ("--decoder-first-pipeline-num-layers N", *flags)
-        return Finding(
+        return TimeCost(
             "uneven pipeline", bubble,
             f"Stages wait {bubble:.0%} of a step: stage {busiest} works {ratio:.2f} times as long as the mean one: "
             f"{flags[0]}", flags,
         )  # fmt: skip
     flags = ("a larger --global-batch-size", "--num-layers-per-virtual-pipeline-stage N", "fewer stages")
-    return Finding("bubble", bubble, f"The pipeline is idle for {bubble:.0%} of a step: {flags[0]}", flags)
+    return TimeCost("bubble", bubble, f"The pipeline is idle for {bubble:.0%} of a step: {flags[0]}", flags)
 
 
-def _judge_computing(run: RunRecord, shares: Mapping[str, float]) -> Iterator[Finding]:
+def _judge_computing(run: RunRecord, shares: Mapping[str, float]) -> Iterator[TimeCost]:
     flags: tuple[str, ...]
     host, small = shares.get("host", 0.0), False
     if run.profiles:
@@ -298,7 +298,7 @@ def _judge_computing(run: RunRecord, shares: Mapping[str, float]) -> Iterator[Fi
         graphs = ("--cuda-graph-impl local",) if profile.has_device else ()
         if host > _USUAL["host"] and small:
             flags = (*_enlarge_products(run), *graphs)
-            yield Finding(
+            yield TimeCost(
                 "small products",
                 host,
                 f"Products are small ({1e6 * profile.usual_product_seconds:.0f} microseconds each), and the host's own "
@@ -307,14 +307,16 @@ def _judge_computing(run: RunRecord, shares: Mapping[str, float]) -> Iterator[Fi
             )
         elif host > _USUAL["host"]:
             flags = (*graphs, "--manual-gc", "a larger --micro-batch-size")
-            yield Finding("host", host, f"Computing waits for the host {host:.0%} of a step: {flags[0]}", flags)
+            yield TimeCost("host", host, f"Computing waits for the host {host:.0%} of a step: {flags[0]}", flags)
     elementwise = shares.get("elementwise", 0.0)
     if elementwise > _USUAL["elementwise"] and not small:
         flags = ("the fused kernels that docs/kernels.md lists", "less recomputation")
-        yield Finding("elementwise", elementwise, f"Elementwise work is {elementwise:.0%} of a step: {flags[0]}", flags)
+        yield TimeCost(
+            "elementwise", elementwise, f"Elementwise work is {elementwise:.0%} of a step: {flags[0]}", flags
+        )
 
 
-def _judge_utilisation(run: RunRecord) -> Iterator[Finding]:
+def _judge_utilisation(run: RunRecord) -> Iterator[TimeCost]:
     """A low MFU, where nothing else is known to cost much time."""
     mfu = run.metrics.column("mfu")[-RECENT_ROWS:] if run.metrics is not None else np.empty(0)
     known = mfu[np.isfinite(mfu)]
@@ -323,7 +325,7 @@ def _judge_utilisation(run: RunRecord) -> Iterator[Finding]:
         flags = _enlarge_products(run)
         more = "" if run.profiles else f"; {HOW_TO_PROFILE} says more"
         sentence = f"MFU is {median:.1%}, and matrices are small for the device: {flags[0]}{more}"
-        yield Finding("small products", 1 - median / _LOW_MFU, sentence, flags)
+        yield TimeCost("small products", 1 - median / _LOW_MFU, sentence, flags)
 
 
 def _has_small_products(run: RunRecord) -> bool:

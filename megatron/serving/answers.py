@@ -18,7 +18,7 @@ from megatron.core.inference.text_stream import TextStream
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.serving.bodies import BadRequest, ChatBody, CompletionBody
 from megatron.serving.metrics import ServerMetrics
-from megatron.serving.service import Event, Job, Service
+from megatron.serving.service import RequestEvent, ServedRequest, Service
 
 FINISH = {"eod": "stop", "stop": "stop", "length": "length", "cancelled": "abort"}
 """Reason that a text ended, in the words of OpenAI's interface."""
@@ -59,13 +59,13 @@ class Answer:
     index: int
     prompt: list[int]
     stream: TextStream
-    job: Job | None = None
+    job: ServedRequest | None = None
     new: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     first_seconds: float | None = None
 
 
-class Piece(NamedTuple):
+class AnswerDelta(NamedTuple):
     """New part of an answer."""
 
     answer: Answer
@@ -137,21 +137,21 @@ class Batch:
         self._service, self._served, self._metrics = service, served, metrics
         self._deadline = time.monotonic() + timeout
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[tuple[Answer, Event]] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[Answer, RequestEvent]] = asyncio.Queue()
         self.answers: list[Answer] = []
 
     def add(self, asked: dict[str, Any], stops: Sequence[str]) -> None:
         """Add a text; work begins with `pieces`."""
         prompt = asked["prompt"]
         answer = Answer(len(self.answers), prompt, TextStream(self._served.tokenizer, prompt, stops))
-        answer.job = Job(asked, partial(self._note, answer))
+        answer.job = ServedRequest(asked, partial(self._note, answer))
         self.answers.append(answer)
 
-    def _note(self, answer: Answer, event: Event) -> None:
+    def _note(self, answer: Answer, event: RequestEvent) -> None:
         with contextlib.suppress(RuntimeError):  # the server's thread has ended, and nobody reads
             self._loop.call_soon_threadsafe(self._events.put_nowait, (answer, event))
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def pieces(self) -> AsyncIterator[AnswerDelta]:
         """Submit the jobs and yield what comes; the last piece of an answer has its finish_reason set. Left early, as
         when the client goes away, it cancels what is not done."""
         if self._service.is_full:
@@ -179,7 +179,7 @@ class Batch:
                     self._service.end(answer.job)
                     self._metrics.note("abort", None, time.monotonic() - answer.job.began_at, len(answer.new))
 
-    def _take(self, answer: Answer, event: Event) -> Piece:
+    def _take(self, answer: Answer, event: RequestEvent) -> AnswerDelta:
         assert answer.job is not None
         if event.problem is not None:
             raise BadRequest(event.problem)
@@ -202,7 +202,7 @@ class Batch:
             self._service.end(answer.job, "stop")
         if answer.finish_reason is not None:
             self._metrics.note(answer.finish_reason, answer.first_seconds, elapsed, len(answer.new))
-        return Piece(answer, text, list(event.tokens))
+        return AnswerDelta(answer, text, list(event.tokens))
 
     @property
     def usage(self) -> dict[str, Any]:

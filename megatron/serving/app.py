@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 from megatron.core import __version__
 from megatron.core.errors import MegatronError, say
 from megatron.core.optional_deps import require
-from megatron.serving.answers import Batch, Piece, ServedModel, list_asked
+from megatron.serving.answers import AnswerDelta, Batch, ServedModel, list_asked
 from megatron.serving.bodies import (
     MAX_BATCH,
     BadRequest,
@@ -260,7 +260,7 @@ class Application:
                 asked = list_asked(served, body, prompt, index, max_tokens, served.ends, body.logprobs, wants_prompt)
                 batch.add(asked, body.stops)
 
-        def describe(piece: Piece, is_whole: bool) -> dict[str, Any]:
+        def describe(piece: AnswerDelta, is_whole: bool) -> dict[str, Any]:
             answer, text = piece.answer, piece.text
             if body.echo and (is_whole or len(answer.new) == len(piece.tokens)):
                 text = served.tokenizer.detokenize(answer.prompt) + text
@@ -286,7 +286,7 @@ class Application:
         for index in range(body.n or 1):
             batch.add(list_asked(served, body, prompt, index, max_tokens, served.chat_ends, top, None), body.stops)
 
-        def describe(piece: Piece, is_whole: bool) -> dict[str, Any]:
+        def describe(piece: AnswerDelta, is_whole: bool) -> dict[str, Any]:
             answer = piece.answer
             first = 0 if is_whole else len(answer.new) - len(piece.tokens)
             entry: dict[str, Any] = {"index": answer.index, "finish_reason": answer.finish_reason, "logprobs": None}
@@ -389,14 +389,14 @@ class Application:
 
     async def _answer(
         self, request: Request, batch: Batch, body: CompletionBody | ChatBody, kinds: tuple[str, str, str],
-        describe: Callable[[Piece, bool], dict[str, Any]],
+        describe: Callable[[AnswerDelta, bool], dict[str, Any]],
     ) -> Response:  # fmt: skip
         """kinds: prefix of the id, name of a whole answer and of a part of one."""
         served, (prefix, whole, part) = self._find_model(), kinds
         common = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": served.name}
         if not body.stream:
             await self._collect(request, batch)
-            choices = [describe(Piece(each, each.stream.text, each.new), True) for each in batch.answers]
+            choices = [describe(AnswerDelta(each, each.stream.text, each.new), True) for each in batch.answers]
             return JSONResponse(common | {"object": whole, "choices": choices, "usage": batch.usage})
         if self.service.is_full:
             raise BadRequest("too many requests are waiting; try again later", status=429, code="queue_full")
@@ -425,13 +425,13 @@ def describe_error(error: BadRequest) -> dict[str, Any]:
     return {"message": error.message, "type": kind, "param": error.param, "code": error.code}
 
 
-async def join_pieces(pieces: AsyncIterator[Piece], interval: int) -> AsyncIterator[Piece]:
+async def join_pieces(pieces: AsyncIterator[AnswerDelta], interval: int) -> AsyncIterator[AnswerDelta]:
     """Join pieces of an answer until they have so many tokens, or it ends."""
-    held: dict[int, Piece] = {}
+    held: dict[int, AnswerDelta] = {}
     async for piece in pieces:
         index = piece.answer.index
         if index in held:
-            piece = Piece(piece.answer, held[index].text + piece.text, held[index].tokens + piece.tokens)
+            piece = AnswerDelta(piece.answer, held[index].text + piece.text, held[index].tokens + piece.tokens)
         if len(piece.tokens) < interval and piece.answer.finish_reason is None:
             held[index] = piece
             continue

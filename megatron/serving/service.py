@@ -26,7 +26,7 @@ State = Literal["loading", "ready", "draining", "lost"]
 _BEAT_SECONDS = 1.0
 
 
-class Event(NamedTuple):
+class RequestEvent(NamedTuple):
     """News of a job: new tokens, how it ended, or why it could not begin."""
 
     tokens: list[int]
@@ -35,11 +35,11 @@ class Event(NamedTuple):
 
 
 @dataclass(eq=False)
-class Job:
+class ServedRequest:
     """A request on its way. asked: arguments of Request. on_event: called on the engine's thread."""
 
     asked: dict[str, Any]
-    on_event: Callable[[Event], None]
+    on_event: Callable[[RequestEvent], None]
     began_at: float = field(default_factory=time.monotonic)
     request: Request | None = None
     number: int = -1
@@ -59,7 +59,7 @@ class Service:
         self.deadline: float | None = None
         """Time at which texts still being written are cut off, by time.monotonic()."""
         self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, ServedRequest] = {}
         self._numbers = 0
 
     # ---- from the server
@@ -75,14 +75,14 @@ class Service:
         most = 0 if self.engine is None else self.engine.settings.max_requests
         return self.num_jobs >= most + self.max_waiting
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: ServedRequest) -> None:
         """Queue a job."""
         self._numbers += 1
         job.number = self._numbers
         self._jobs[job.number] = job
         self._inbox.put(("add", job))
 
-    def end(self, job: Job, ended_by: EndedBy = "cancelled") -> None:
+    def end(self, job: ServedRequest, ended_by: EndedBy = "cancelled") -> None:
         """End a job, if it has not ended; its pages are free before the next pass."""
         if not job.is_done:
             self._inbox.put(("end", (job.number, ended_by)))
@@ -113,14 +113,14 @@ class Service:
                     self._obey(engine, requests, kind, *values)
                 before = engine.counters.passes
                 for request in engine.step():
-                    self._tell(requests, request, Event([], request.ended_by))
+                    self._tell(requests, request, RequestEvent([], request.ended_by))
                 passes = engine.counters.passes
                 if leads and self.log_interval and passes > before and passes % self.log_interval == 0:
                     self._log(engine)
         except BaseException:
             self.state = "lost"
             for job in [*self._jobs.values()]:
-                self._finish(job, Event([], "lost"))
+                self._finish(job, RequestEvent([], "lost"))
             raise
 
     def _log(self, engine: Engine) -> None:
@@ -135,7 +135,7 @@ class Service:
         """Commands for all ranks; None for the end of work."""
         if self.deadline is not None and (not self._jobs or time.monotonic() > self.deadline):
             for job in [*self._jobs.values()]:
-                self._finish(job, Event([], "cancelled"))
+                self._finish(job, RequestEvent([], "cancelled"))
             return None
         found: list[tuple[Any, ...]] = []
         wait = 0.0 if engine.has_work else (_BEAT_SECONDS if self.deadline is None else 0.05)
@@ -154,28 +154,28 @@ class Service:
             if request is not None:
                 engine.end(request, value)
                 if job is not None:
-                    self._finish(job, Event([], value))
+                    self._finish(job, RequestEvent([], value))
             return
         request = Request(**value)
         if job is not None:
             job.request, tell = request, job.on_event
-            request.on_tokens = lambda _, new: tell(Event(new))
+            request.on_tokens = lambda _, new: tell(RequestEvent(new))
         try:
             engine.add(request)
         except ConfigError as error:
             if job is not None:
-                self._finish(job, Event([], None, str(error)))
+                self._finish(job, RequestEvent([], None, str(error)))
             return
         requests[number] = request
 
-    def _tell(self, requests: dict[int, Request], request: Request, event: Event) -> None:
+    def _tell(self, requests: dict[int, Request], request: Request, event: RequestEvent) -> None:
         number = next((number for number, other in requests.items() if other is request), None)
         if number is not None:
             del requests[number]
             if number in self._jobs:
                 self._finish(self._jobs[number], event)
 
-    def _finish(self, job: Job, event: Event) -> None:
+    def _finish(self, job: ServedRequest, event: RequestEvent) -> None:
         job.is_done = True
         self._jobs.pop(job.number, None)
         job.on_event(event)

@@ -44,7 +44,7 @@ class Shown(NamedTuple):
 
 
 @dataclass
-class Row:
+class MetricsRow:
     """The values of one iteration in plain numbers."""
 
     iteration: int
@@ -85,7 +85,7 @@ class Metrics:
         self._open_losses: list[str] = []
         self._open_texts: list[str] = []
         self._open_tables: list[str] = []
-        self._rows: list[tuple[Row, list[_Recorded], list[str]]] = []
+        self._rows: list[tuple[MetricsRow, list[_Recorded], list[str]]] = []
 
     def record(
         self, name: str, value: Value, reduce: Reduction = "mean", text: Callable[[float], str] | None = None
@@ -109,7 +109,7 @@ class Metrics:
             self.shown[name] = Shown(reduce, text)
 
     def record_losses(self, losses: Mapping[str, Tensor]) -> None:
-        """Note the losses of the step, which rows name apart (`Row.losses`)."""
+        """Note the losses of the step, which rows name apart (`MetricsRow.losses`)."""
         for name, loss in losses.items():
             self.record(name, loss)
             self._open_losses.append(name)
@@ -129,7 +129,7 @@ class Metrics:
 
     def end_step(self, iteration: int) -> None:
         """Count what was recorded since the last call to this iteration."""
-        row = Row(iteration, texts=self._open_texts, tables=self._open_tables)
+        row = MetricsRow(iteration, texts=self._open_texts, tables=self._open_tables)
         self._rows.append((row, self._open, self._open_losses))
         self._open, self._open_losses, self._open_texts, self._open_tables = [], [], [], []
 
@@ -141,7 +141,7 @@ class Metrics:
             return True
         return bool(self._rows) and bool(self._rows[-1][0].tables)
 
-    def read(self) -> list[Row]:
+    def read(self) -> list[MetricsRow]:
         """The rows of all steps ended since the last call, in order. Waits for the device."""
         rows, self._rows = self._rows, []
         on_device = [entry.value for _, entries, _ in rows for entry in entries if isinstance(entry.value, Tensor)]

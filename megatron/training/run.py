@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from megatron.training.metrics import Metrics, Row
+from megatron.training.metrics import Metrics, MetricsRow
 
 # This module stands below all parts that it names: at run time it imports none of them, so that a hook or a script can
 # be written without loading the model code.
@@ -424,7 +424,7 @@ class Hook:
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """After each step. Tensors of the result are for `run.metrics.record`; reading one waits for the device."""
 
-    def on_metrics(self, run: Run, rows: Sequence[Row]) -> None:
+    def on_metrics(self, run: Run, rows: Sequence[MetricsRow]) -> None:
         """Take values that have been read: every iteration comes once, in order."""
 
     def on_evaluate(self, run: Run, evaluation: Evaluation) -> None:

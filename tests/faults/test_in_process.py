@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.core.errors import ConfigError, TemporaryError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.flags.read import read_run_config
-from megatron.training.hooks.in_process import Failure, Job, assign
+from megatron.training.hooks.in_process import RankFailure, RestartableJob, assign
 from megatron.training.launch.launch import Launch
 from megatron.training.launch.seat import Seat
 from megatron.training.recipes.gpt import build_gpt_recipe
@@ -170,13 +170,15 @@ class _Jobs:
         words = "--inprocess-restart --inprocess-last-call-wait 0 --inprocess-monitor-thread-interval 0.05".split()
         self.config = read_run_config([*FLAGS.split(), *words, *flags], {"WORLD_SIZE": str(processes)})
         port = int(free_port())
-        self.jobs: list[Job | None] = [None] * processes
+        self.jobs: list[RestartableJob | None] = [None] * processes
         self.outcomes: dict[int, Any] = {}
         launches = [
             Launch(rank, processes, rank, "localhost", port, node=nodes[rank : rank + 1] or "0")
             for rank in range(processes)
         ]
-        self._together(lambda rank: self.jobs.__setitem__(rank, Job(launches[rank], self.config)), range(processes))
+        self._together(
+            lambda rank: self.jobs.__setitem__(rank, RestartableJob(launches[rank], self.config)), range(processes)
+        )
 
     def _together(self, action: Callable[[int], Any], processes: Any) -> None:
         threads = [threading.Thread(target=action, args=(p,), daemon=True) for p in processes]
@@ -201,7 +203,7 @@ class _Jobs:
             try:
                 outcome = job.train_or_wait(set_up_and_train)
                 self.outcomes[process] = outcome
-                if isinstance(outcome, Failure):
+                if isinstance(outcome, RankFailure):
                     job.begin_again(outcome)
             except (Exception, SystemExit) as error:
                 self.outcomes[process] = error
@@ -251,7 +253,7 @@ def test_a_place_is_of_one_beginning_and_the_spare_takes_the_lost_ones() -> None
     with _jobs(3, "--inprocess-active-world-size", "2", "--inprocess-granularity", "rank") as jobs:
         jobs.lose(1)
         outcomes = jobs.play(train, without=(1,))
-        assert {type(outcome) for outcome in outcomes.values()} == {Failure}
+        assert {type(outcome) for outcome in outcomes.values()} == {RankFailure}
         outcomes = jobs.play(train, without=(1,))
         assert [type(outcome) for outcome in outcomes.values()] == [Run, Run]
     assert sorted(places) == [(0, 0, 2, True, False), (0, 0, 2, True, False), (2, 1, 2, False, False)]
@@ -267,7 +269,7 @@ def test_a_node_is_given_up_as_a_whole_or_not() -> None:
     assert assign([0, 1, 4, 5], [0, 1, 2, 4], nodes, 6, by_node=False) == [0, 1, 4, 2]
     with _jobs(4, "--inprocess-active-world-size", "2", nodes="0011") as jobs:
         jobs.lose(1)
-        assert {type(o) for o in jobs.play(_fail, without=(1,)).values()} == {Failure}
+        assert {type(o) for o in jobs.play(_fail, without=(1,)).values()} == {RankFailure}
         seats = []
         outcomes = jobs.play(lambda process, seat: seats.append((process, seat.launch.rank)), without=(1,))
         assert sorted(seats) == [(2, 0), (3, 1)]
@@ -307,7 +309,7 @@ def test_who_waits_for_nobody_that_has_failed_is_cut_off(monkeypatch: pytest.Mon
         raise TemporaryError("cut")
 
     with _jobs(2) as jobs:
-        assert {type(outcome) for outcome in jobs.play(train).values()} == {Failure}
+        assert {type(outcome) for outcome in jobs.play(train).values()} == {RankFailure}
 
 
 @pytest.mark.flags("--inprocess-heartbeat-interval", "--inprocess-heartbeat-timeout")
@@ -329,7 +331,7 @@ def test_a_machine_that_is_gone_without_a_word_is_missed(monkeypatch: pytest.Mon
         monkeypatch.setattr(gone._presence, "close", lambda: None)
         jobs.lose(1)
         began_at = time.monotonic()
-        assert {type(outcome) for outcome in jobs.play(train, without=(1,)).values()} == {Failure}
+        assert {type(outcome) for outcome in jobs.play(train, without=(1,)).values()} == {RankFailure}
         assert 0.3 < time.monotonic() - began_at < 4.0
         seats = []
         jobs.play(lambda process, seat: seats.append((process, seat.launch.rank)), without=(1,))
@@ -351,7 +353,7 @@ def test_who_does_not_come_to_the_meeting_is_left_behind() -> None:
 
     with _jobs(3, *spare, *times, *beats) as jobs:
         outcomes = jobs.play(train)
-        assert [type(outcomes[process]) for process in range(3)] == [Failure, ValueError, Failure]
+        assert [type(outcomes[process]) for process in range(3)] == [RankFailure, ValueError, RankFailure]
 
 
 @pytest.mark.flags("--inprocess-last-call-wait")
@@ -377,7 +379,7 @@ def test_the_end_is_waited_for_together() -> None:
             _fail(process, seat)
 
     with _jobs(2, "--inprocess-completion-timeout", "5") as jobs:
-        assert {type(outcome) for outcome in jobs.play(fail_late).values()} == {Failure}
+        assert {type(outcome) for outcome in jobs.play(fail_late).values()} == {RankFailure}
         assert {type(outcome) for outcome in jobs.play(lambda process, seat: None).values()} == {Run}
     with _jobs(2, "--inprocess-completion-timeout", "0.3") as jobs:
         began_at = time.monotonic()

@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron.cli.summary import FILE_NAME, Start, build_resume_flags, format_program, list_commands, replace_flags
+from megatron.cli.summary import (
+    FILE_NAME,
+    ProgramStart,
+    build_resume_flags,
+    format_program,
+    list_commands,
+    replace_flags,
+)
 from tests.functional.pretrain_runs import ROOT, TINY, run
 from tests.support.run_flags import run_config
 
@@ -77,8 +84,8 @@ def test_a_run_that_saves_nothing_says_so_and_one_that_fails_says_nothing(tmp_pa
 # ---- the command lines themselves
 
 
-def start(program: str = "pretrain_gpt.py", flags: str = "", **environment: str) -> Start:
-    return Start(program, flags.split(), environment, ROOT)
+def start(program: str = "pretrain_gpt.py", flags: str = "", **environment: str) -> ProgramStart:
+    return ProgramStart(program, flags.split(), environment, ROOT)
 
 
 TORCHRUN = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0"}
@@ -99,7 +106,7 @@ TORCHRUN = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0"}
         (start(SLURM_PROCID="0", SLURM_NTASKS="2"), None),
     ],
 )
-def test_how_the_program_was_started(found: Start, command: str | None) -> None:
+def test_how_the_program_was_started(found: ProgramStart, command: str | None) -> None:
     assert format_program(found) == command
 
 

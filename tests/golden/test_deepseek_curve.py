@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megatron.training.flags.read import read_run_config
 from megatron.training.loop import train
-from megatron.training.metrics import Row
+from megatron.training.metrics import MetricsRow
 from megatron.training.recipes.gpt import build_gpt_recipe
 from megatron.training.run import Hook, Run
 from megatron.training.verify.parity import FirstGradients, list_placed_parameters, list_untrained, open_local_run
@@ -41,7 +41,7 @@ class Rows(Hook):
     """Keeps what is written of every iteration."""
 
     def __init__(self) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[MetricsRow] = []
 
     def on_metrics(self, run: Run, rows: Any) -> None:
         self.rows += rows

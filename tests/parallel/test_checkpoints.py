@@ -149,7 +149,7 @@ def verifying_worker(root: str) -> tuple[str, int]:
     """What this rank is told of the checkpoint, and how many bytes it has read for the checksums."""
     count, compute = 0, checksums._compute
 
-    def counting(path: Path, segment: checksums.Segment) -> int:
+    def counting(path: Path, segment: checksums.FileSegment) -> int:
         nonlocal count
         count += segment.num_bytes
         return compute(path, segment)

@@ -26,7 +26,7 @@ from megatron.training.loop import open_batches
 from megatron.training.recipes.gpt import build_gpt_recipe
 from megatron.training.step import train_step
 from megatron.training.verify.parity import open_local_run
-from megatron.training.verify.parity_layouts import Layout, parse_layout
+from megatron.training.verify.parity_layouts import ParityLayout, parse_layout
 from tests.parallel.harness import WorkerError, run_distributed
 from tests.parallel.small_training import own_rank
 from tests.trial.random_layouts import LIMIT_SECONDS, measure_difference
@@ -132,7 +132,7 @@ class Cell(NamedTuple):
         return f"{self.model.row} | {self.name} | from {self.before}: {self.argv[-1]}"
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> ParityLayout:
         """Its processes."""
         return parse_layout(LAYOUTS[self.name.removesuffix(BY_FLAGS)][0])
 

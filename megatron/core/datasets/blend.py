@@ -20,7 +20,7 @@ SplitMatrix = list[tuple[float, float] | None]
 """For training, validation and test: the share of the documents [begin, end) in 0..1, or None for no documents."""
 
 
-class Split(Enum):
+class DataSplit(Enum):
     """The three uses of a dataset; the value is the place in every list of three."""
 
     train = 0

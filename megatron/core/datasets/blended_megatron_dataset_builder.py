@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.datasets.blend import Blend, Split, SplitMatrix, normalize, samples_per_dataset
+from megatron.core.datasets.blend import Blend, DataSplit, SplitMatrix, normalize, samples_per_dataset
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.indexed_format import file_size
@@ -20,7 +20,7 @@ from megatron.core.open_files import allow_open_files
 Dataset = MegatronDataset | BlendedDataset
 Sizes = Sequence[int | None]
 
-_FILES_PER_DATASET = 2 + 3 * len(Split)  # .bin, .idx and the cached indices of each split stay mapped
+_FILES_PER_DATASET = 2 + 3 * len(DataSplit)  # .bin, .idx and the cached indices of each split stay mapped
 
 
 class BlendedMegatronDatasetBuilder:
@@ -42,18 +42,18 @@ class BlendedMegatronDatasetBuilder:
     ) -> None:
         self.cls = cls
         self.sizes = list(sizes)
-        if config.full_validation and self.sizes[Split.valid.value] != 0:
-            self.sizes[Split.valid.value] = None
+        if config.full_validation and self.sizes[DataSplit.valid.value] != 0:
+            self.sizes[DataSplit.valid.value] = None
         self.is_built_on_rank = is_built_on_rank
         self.config = config
 
     def build(self) -> list[Any]:
         """The three datasets. Every process builds the same ones; the index cache lets one do the work."""
         if not self.is_built_on_rank():
-            return [None] * len(Split)
+            return [None] * len(DataSplit)
         if not self.config.multiple_validation_sets:
             return list(self._build_splits(self.sizes))
-        valid = Split.valid.value
+        valid = DataSplit.valid.value
         built: list[Any] = self._build_splits([0 if i == valid else size for i, size in enumerate(self.sizes)])
         sets = [] if self.sizes[valid] == 0 else self._build_validation_sets(self.sizes[valid])
         built[valid] = sets or None
@@ -62,40 +62,40 @@ class BlendedMegatronDatasetBuilder:
     def _build_validation_sets(self, size: int | None) -> list[Dataset]:
         """The validation part of each dataset, in the order of the prefixes."""
         config = self.config
-        sizes = [size if split is Split.valid else 0 for split in Split]
+        sizes = [size if split is DataSplit.valid else 0 for split in DataSplit]
         if config.mock:
             return [dataset for dataset in self._build_splits(sizes) if dataset is not None]
         if config.blend is not None:
-            matrix = config.split_matrix or [None] * len(Split)
+            matrix = config.split_matrix or [None] * len(DataSplit)
             prefixes = config.blend[0]  # its weights are those of training
         else:
-            matrix = [(0.0, 1.0) if split is Split.valid else None for split in Split]
-            prefixes, weights = (config.blend_per_split or [None] * len(Split))[Split.valid.value] or ([], None)
+            matrix = [(0.0, 1.0) if split is DataSplit.valid else None for split in DataSplit]
+            prefixes, weights = (config.blend_per_split or [None] * len(DataSplit))[DataSplit.valid.value] or ([], None)
             if weights is not None:
                 raise ConfigError(
                     "--multiple-validation-sets keeps the validation datasets apart, so weights say nothing; give "
                     "--valid-data-path prefixes only"
                 )
         self._check_files([(prefixes, None)])
-        parts = [self._build_one(prefix, matrix, sizes)[Split.valid.value] for prefix in prefixes]
+        parts = [self._build_one(prefix, matrix, sizes)[DataSplit.valid.value] for prefix in prefixes]
         return [part for part in parts if part is not None]
 
     def _build_splits(self, sizes: Sizes) -> list[Dataset | None]:
         """One dataset for each split that samples are wanted of."""
         config = self.config
         if config.mock:
-            matrix = config.split_matrix or [None] * len(Split)
+            matrix = config.split_matrix or [None] * len(DataSplit)
             return list(self._build_one(None, matrix, sizes))
         if config.blend is not None:
-            matrix = config.split_matrix or [None] * len(Split)
+            matrix = config.split_matrix or [None] * len(DataSplit)
             self._check_files([config.blend])
             return self._build_blend(config.blend, matrix, sizes)
-        blends = config.blend_per_split or [None] * len(Split)
+        blends = config.blend_per_split or [None] * len(DataSplit)
         self._check_files([blend for blend in blends if blend is not None])
-        built: list[Dataset | None] = [None] * len(Split)
-        for split, blend in zip(Split, blends, strict=True):
+        built: list[Dataset | None] = [None] * len(DataSplit)
+        for split, blend in zip(DataSplit, blends, strict=True):
             if blend is not None:
-                whole: SplitMatrix = [(0.0, 1.0) if other is split else None for other in Split]
+                whole: SplitMatrix = [(0.0, 1.0) if other is split else None for other in DataSplit]
                 alone = (blend[0], None) if len(blend[0]) == 1 else blend  # one weight says nothing
                 built[split.value] = self._build_blend(alone, whole, sizes)[split.value]
         return built
@@ -111,11 +111,12 @@ class BlendedMegatronDatasetBuilder:
         with ThreadPoolExecutor(max_workers=threads) as pool:
             columns = list(pool.map(self._build_one, prefixes, [matrix] * len(prefixes), sizes_by_dataset))
         return [
-            self._blend_split(split, [column[split.value] for column in columns], normalized, sizes) for split in Split
+            self._blend_split(split, [column[split.value] for column in columns], normalized, sizes)
+            for split in DataSplit
         ]
 
     def _blend_split(
-        self, split: Split, parts: list[MegatronDataset | None], weights: list[float] | None, sizes: Sizes
+        self, split: DataSplit, parts: list[MegatronDataset | None], weights: list[float] | None, sizes: Sizes
     ) -> Dataset | None:
         datasets = [part for part in parts if part is not None]
         if not datasets:
@@ -136,7 +137,7 @@ class BlendedMegatronDatasetBuilder:
         if weights is None:
             return [[0 if size == 0 else None for size in sizes] for _ in range(num_datasets)]
         by_split: list[list[int]] = []
-        for split, size, share in zip(Split, sizes, matrix, strict=True):
+        for split, size, share in zip(DataSplit, sizes, matrix, strict=True):
             if size is None and share is not None:
                 raise ConfigError(
                     f"weights in --data-path need a number of {split.name} samples; give prefixes without weights "
@@ -150,7 +151,7 @@ class BlendedMegatronDatasetBuilder:
         low_level = self.cls.build_low_level_dataset(prefix, self.config)
         total = self.cls.numel_low_level_dataset(low_level)
         built: list[MegatronDataset | None] = []
-        for split, share, size in zip(Split, matrix, sizes, strict=True):
+        for split, share, size in zip(DataSplit, matrix, sizes, strict=True):
             if share is None or size == 0:
                 built.append(None)
                 continue

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.core.datasets.blend import Split
+from megatron.core.datasets.blend import DataSplit
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Sample
 from megatron.core.errors import ConfigError, MegatronError
 
@@ -98,7 +98,7 @@ class GPTFIMDataset(GPTDataset):
         return text, starts
 
     def _split_number(self) -> int:
-        assert isinstance(self.index_split, Split)
+        assert isinstance(self.index_split, DataSplit)
         return self.index_split.value
 
     def _each(self, tokens: Array, separator: int, change: Callable[[Array], Array]) -> Array:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron.core.datasets.blend import Split
+from megatron.core.datasets.blend import DataSplit
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig, DatasetTokenizer
 from megatron.core.datasets.index_builders import (
     EpochPlan,
@@ -97,7 +97,7 @@ class GPTDataset(MegatronDataset):
         dataset_path: str | None,
         indexed_indices: npt.NDArray[np.int32],
         num_samples: int | None,
-        index_split: Split,
+        index_split: DataSplit,
         config: GPTDatasetConfig,
     ) -> None:
         super().__init__(indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config)
@@ -262,7 +262,7 @@ class GPTDataset(MegatronDataset):
         )
 
     def _drops_last_partial(self) -> bool:
-        return self.index_split is not Split.valid or self.config.drop_last_partial_validation_sequence
+        return self.index_split is not DataSplit.valid or self.config.drop_last_partial_validation_sequence
 
 
 def _lay_out(

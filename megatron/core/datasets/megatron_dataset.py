@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from megatron.core.datasets.blend import Split
+from megatron.core.datasets.blend import DataSplit
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.indexed_format import get_bin_path, get_idx_path
 from megatron.core.datasets.object_storage import is_object
@@ -35,7 +35,7 @@ class MegatronDataset(ABC):
         dataset_path: str | None,
         indices: npt.NDArray[np.int32],
         num_samples: int | None,
-        index_split: Split,
+        index_split: DataSplit,
         config: BlendedMegatronDatasetConfig,
     ) -> None:
         self.dataset = dataset

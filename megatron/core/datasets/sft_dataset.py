@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron.core.datasets.blend import Split
+from megatron.core.datasets.blend import DataSplit
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.gpt_dataset import (
     GPTDatasetConfig,
@@ -190,7 +190,7 @@ class SFTDataset(MegatronDataset):
         dataset_path: str | None,
         indices: npt.NDArray[np.int32],
         num_samples: int | None,
-        index_split: Split,
+        index_split: DataSplit,
         config: GPTDatasetConfig,
     ) -> None:
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.core.dist_checkpointing.agreement import on_every_rank
-from megatron.core.dist_checkpointing.async_save import AsyncSaver, Outcome
+from megatron.core.dist_checkpointing.async_save import AsyncSaver, SaveResult
 from megatron.core.dist_checkpointing.writer_process import WriterProcess
 from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import Group
@@ -50,7 +50,7 @@ class AsyncCallsQueue:
         """persistent: a process of its own writes; otherwise a thread does."""
         self._saver = AsyncSaver(WriterProcess() if persistent else None)
         self._request: AsyncRequest | None = None
-        self._finished: Outcome | None = None
+        self._finished: SaveResult | None = None
         self._calls = 0
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:

@@ -39,7 +39,7 @@ from megatron.core.dist_checkpointing.durable import storage_errors
 from megatron.core.dist_checkpointing.manifest import FileRecord, Manifest
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.serialization import gather_documents, gather_valid_rows, guard
-from megatron.core.dist_checkpointing.snapshot import HostMemory, take_snapshot
+from megatron.core.dist_checkpointing.snapshot import SnapshotMemory, take_snapshot
 from megatron.core.dist_checkpointing.torch_dist import (
     RepeatedPlan,
     WritePlan,
@@ -58,7 +58,7 @@ _FIRST_SEARCH_SECONDS, _MOST_SEARCH_SECONDS = 1.0, 30.0
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SaveResult:
     """Result of a save, the same on all processes."""
 
     iteration: int
@@ -86,7 +86,7 @@ class AsyncSaver:
         """process: writes for this one; None: a thread does. list_ended: which of some ranks have ended; the save under
         way fails when one has that has not reported."""
         self._process, self._list_ended = process, list_ended
-        self._memory = HostMemory()
+        self._memory = SnapshotMemory()
         self._plan = RepeatedPlan()
         self._valid_rows: dict[str, int] = {}
         self._save: _Save | None = None
@@ -130,7 +130,7 @@ class AsyncSaver:
             raise
         # From here on what fails, fails on one process, which tells the others in its report.
         write = self._snapshot(temporary, tensors, plan)
-        complete = _Completion(temporary, iteration, group.size(), plan, accompany, commit)
+        complete = _Commit(temporary, iteration, group.size(), plan, accompany, commit)
         self._save = _Save(write, complete, group.rank(), began_at, self._list_ended)
         self._save.start()
 
@@ -147,11 +147,11 @@ class AsyncSaver:
             return lambda: write_share(temporary, plan.share, snapshot.find)
         return lambda: process.write(temporary, plan.share, snapshot, memory)
 
-    def poll(self) -> Outcome | None:
+    def poll(self) -> SaveResult | None:
         """The outcome of the save under way, once; None while there is none. Does not wait."""
         return self.wait() if self._save is not None and not self._save.is_alive() else None
 
-    def wait(self, patience_seconds: float | None = None) -> Outcome | None:
+    def wait(self, patience_seconds: float | None = None) -> SaveResult | None:
         """Wait for the outcome of the save under way; None where there is no save.
 
         patience_seconds: how long others may take once this process has written; one that has ended is not waited for.
@@ -167,7 +167,7 @@ class AsyncSaver:
 
 
 @dataclass(frozen=True)
-class _Completion:
+class _Commit:
     """Last step of a save, on the first process when all have written."""
 
     temporary: Path
@@ -193,7 +193,7 @@ class _Save(threading.Thread):
     def __init__(
         self,
         write: Callable[[], Written],
-        complete: _Completion,
+        complete: _Commit,
         rank: int,
         began_at: float,
         list_ended: Callable[[Sequence[int]], list[int]],
@@ -212,12 +212,12 @@ class _Save(threading.Thread):
         self._answer: dict[str, Any] = {}
         self._ended_at = began_at
 
-    def finish(self, patience_seconds: float | None) -> Outcome:
+    def finish(self, patience_seconds: float | None) -> SaveResult:
         """Wait for the end."""
         self._patience = patience_seconds
         self.join()
         path = self._answer.get("path")
-        return Outcome(
+        return SaveResult(
             self._complete.iteration, None if path is None else Path(path), self._answer.get("problem"),
             self._stalled_seconds, self._ended_at - self._began_at,
         )  # fmt: skip

@@ -62,7 +62,7 @@ _SQUARES = _list_squares()
 """x^(2^n), of which every power is a product."""
 
 
-class Segment(NamedTuple):
+class FileSegment(NamedTuple):
     """A part of a file."""
 
     name: str
@@ -71,17 +71,17 @@ class Segment(NamedTuple):
     num_bytes: int
 
 
-def list_segments(sizes: Mapping[str, int]) -> list[Segment]:
+def list_segments(sizes: Mapping[str, int]) -> list[FileSegment]:
     """Files of these sizes as parts of 16 MiB at most, each file's in order. Numbers in names count as numbers, so that
     an equal share of all is, with files of equal size, a file for each."""
     segments = []
     for name in sorted(sizes, key=lambda name: [int(part) if part.isdigit() else part for part in _split(name)]):
         starts = range(0, sizes[name], _SEGMENT_BYTES)
-        segments += [Segment(name, start, min(_SEGMENT_BYTES, sizes[name] - start)) for start in starts]
+        segments += [FileSegment(name, start, min(_SEGMENT_BYTES, sizes[name] - start)) for start in starts]
     return segments
 
 
-def take_share(segments: Sequence[Segment], index: int, count: int) -> list[Segment]:
+def take_share(segments: Sequence[FileSegment], index: int, count: int) -> list[FileSegment]:
     """Share number `index` of `count` shares of about as many bytes each; one behind the other, they are all."""
     total, end, share = sum(segment.num_bytes for segment in segments), 0, []
     for segment in segments:
@@ -93,7 +93,7 @@ def take_share(segments: Sequence[Segment], index: int, count: int) -> list[Segm
 
 
 def compute_checksums(
-    directory: Path, segments: Sequence[Segment], on_block: Callable[[int], None] = lambda size: None
+    directory: Path, segments: Sequence[FileSegment], on_block: Callable[[int], None] = lambda size: None
 ) -> list[int]:
     """crc32 of each segment, by several threads. on_block: hears of the bytes of each, on this thread. Raises OSError,
     with the file's name."""
@@ -109,7 +109,7 @@ def compute_checksums(
     return checksums
 
 
-def join_checksums(segments: Sequence[Segment], checksums: Sequence[int]) -> dict[str, int]:
+def join_checksums(segments: Sequence[FileSegment], checksums: Sequence[int]) -> dict[str, int]:
     """crc32 of each file from those of its parts."""
     files: dict[str, int] = {}
     # Many parts are of one length, and the power takes longer than the rest.
@@ -121,7 +121,7 @@ def join_checksums(segments: Sequence[Segment], checksums: Sequence[int]) -> dic
     return files
 
 
-def _compute(path: Path, segment: Segment) -> int:
+def _compute(path: Path, segment: FileSegment) -> int:
     block = memoryview(bytearray(min(_BLOCK_BYTES, segment.num_bytes)))
     crc32, left = 0, segment.num_bytes
     try:

@@ -43,7 +43,7 @@ from megatron.core.dist_checkpointing.durable import storage_errors
 from megatron.core.dist_checkpointing.load_exchange import Read, SharedReads, choose_readers, exchange
 from megatron.core.dist_checkpointing.manifest import read_manifest, verify_files
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
-from megatron.core.dist_checkpointing.part_transfer import Transfer, transfer
+from megatron.core.dist_checkpointing.part_transfer import PartTransfer, transfer
 from megatron.core.errors import CheckpointError, StorageError
 from megatron.core.process_groups_config import Group, SingleRankGroup
 
@@ -143,7 +143,7 @@ def copy_to_partners(path: Path, directory: Path, copying: Copying, group: Group
     went wrong on any rank. Every member of `group` calls this, with parts of the same save."""
     partners = copying.list_partners(group.rank())
     transfers = [
-        Transfer(rank, partner)
+        PartTransfer(rank, partner)
         for step in range(copying.factor - 1)
         for rank in range(group.size())
         for partner in [copying.list_partners(rank)[step]]
@@ -324,7 +324,7 @@ def _find_damage(path: Path, identity: str) -> str | None:
 # ---- parts that lie elsewhere
 
 
-class _Place(NamedTuple):
+class _PartLocation(NamedTuple):
     """Place of a part on another rank's node, or on the own one outside the rank's directory."""
 
     holder: int
@@ -355,15 +355,15 @@ def _list_elsewhere(directory: Path, owners: Collection[int]) -> list[_PartElsew
     return found
 
 
-def _find_places(directory: Path, identity: str, owners: Sequence[int], group: Group) -> dict[int, list[_Place]]:
+def _find_places(directory: Path, identity: str, owners: Sequence[int], group: Group) -> dict[int, list[_PartLocation]]:
     """Return where parts of a save lie elsewhere: rank whose part it is -> places, in the order in which to try
     them."""
     if not owners:
         return {}
     rank = group.rank()
     seen = _list_elsewhere(directory, owners)
-    own = [(part.owner, _Place(rank, part.path)) for part in seen if part.save == identity]
-    places: dict[int, list[_Place]] = {}
+    own = [(part.owner, _PartLocation(rank, part.path)) for part in seen if part.save == identity]
+    places: dict[int, list[_PartLocation]] = {}
     for owner, place in (entry for part in all_gather_object(own, group) for entry in part):
         places.setdefault(owner, []).append(place)
     for owner, found in places.items():
@@ -375,7 +375,7 @@ def _find_places(directory: Path, identity: str, owners: Sequence[int], group: G
 
 
 def _fetch(
-    directory: Path, problems: Mapping[int, str], places: Mapping[int, list[_Place]], group: Group
+    directory: Path, problems: Mapping[int, str], places: Mapping[int, list[_PartLocation]], group: Group
 ) -> tuple[dict[int, int], dict[int, str]]:
     """Copy parts into the directories of the ranks that have a problem with their own; returns for these from which
     rank they have it now, or what the problem is still, the same on every member."""
@@ -385,7 +385,7 @@ def _fetch(
     with contextlib.suppress(OSError):
         directory.mkdir(parents=True, exist_ok=True)
     while chosen := {rank: untried[rank].pop(0) for rank in sorted(left) if untried[rank]}:
-        transfers = [Transfer(place.holder, rank) for rank, place in chosen.items()]
+        transfers = [PartTransfer(place.holder, rank) for rank, place in chosen.items()]
         outcomes = transfer(transfers, lambda item: chosen[item.destination].path, lambda _: directory, group)  # noqa: B023
         for item, problem in zip(transfers, outcomes, strict=True):
             if problem is None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from megatron.core.dist_checkpointing.checksums import Segment, compute_checksums, join_checksums, list_segments
+from megatron.core.dist_checkpointing.checksums import FileSegment, compute_checksums, join_checksums, list_segments
 from megatron.core.dist_checkpointing.durable import read_file, write_file
 from megatron.core.errors import CheckpointError
 
@@ -112,7 +112,7 @@ def verify_files(
     directory: Path,
     manifest: Manifest,
     on_block: Callable[[int], None] = lambda size: None,
-    compute: Callable[[list[Segment]], list[int]] | None = None,
+    compute: Callable[[list[FileSegment]], list[int]] | None = None,
 ) -> None:
     """Raise CheckpointError unless every file of the manifest is there, as long as it says and with its checksum.
 

@@ -29,7 +29,7 @@ from megatron.core.process_groups_config import Group
 _PIECE_BYTES = 16 << 20
 
 
-class Transfer(NamedTuple):
+class PartTransfer(NamedTuple):
     """A checkpoint that goes from one rank of a group to another; within one rank it is copied."""
 
     source: int
@@ -44,9 +44,9 @@ class _Announced(NamedTuple):
 
 
 def transfer(
-    transfers: Sequence[Transfer],
-    find_source: Callable[[Transfer], Path],
-    find_root: Callable[[Transfer], Path],
+    transfers: Sequence[PartTransfer],
+    find_source: Callable[[PartTransfer], Path],
+    find_root: Callable[[PartTransfer], Path],
     group: Group,
 ) -> list[str | None]:
     """Carry out the transfers, which are the same on all members of `group`; returns for each why it failed, None where
@@ -102,7 +102,7 @@ def _announce(path: Path) -> _Announced | str:
         return str(error)
 
 
-def _list_rounds(transfers: Sequence[Transfer], indices: Sequence[int]) -> list[list[int]]:
+def _list_rounds(transfers: Sequence[PartTransfer], indices: Sequence[int]) -> list[list[int]]:
     """The transfers in rounds in which each rank sends one at most, and receives one at most."""
     rounds: list[tuple[list[int], set[int], set[int]]] = []
     # Each into the first round that has both ranks free. All members compute this for themselves and get the same,

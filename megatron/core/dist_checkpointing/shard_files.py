@@ -63,7 +63,7 @@ def write_boxes(path: Path, items: Sequence[WriteItem], source: BoxSource) -> tu
         # The thread ends before the file is closed, whose number might then be another file's.
         with io.FileIO(path, "xb") as file, ThreadPoolExecutor(1) as thread:
             reach("shard-created")
-            shard = _Shard(file, thread)
+            shard = _ShardWriter(file, thread)
             for item in items:
                 start = shard.num_bytes
                 shard.put_archive(source(item).detach())
@@ -78,7 +78,7 @@ def write_boxes(path: Path, items: Sequence[WriteItem], source: BoxSource) -> tu
     return results, FileRecord(shard.num_bytes, shard.crc32)
 
 
-class _Shard:
+class _ShardWriter:
     """A file that is written by a thread, a few pieces behind the one that computes checksums."""
 
     def __init__(self, file: io.FileIO, thread: ThreadPoolExecutor) -> None:

@@ -31,7 +31,7 @@ _ALIGNMENT = 64
 """Each box begins at a multiple of it: a view in another number format needs one of that format's size."""
 
 
-class HostMemory:
+class SnapshotMemory:
     """A block of host memory that grows and is used again. Pinned where this process computes on a GPU."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Snapshot:
         return self.memory[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
-def take_snapshot(memory: HostMemory, tensors: ShardedStateDict, share: SavePlan) -> Snapshot:
+def take_snapshot(memory: SnapshotMemory, tensors: ShardedStateDict, share: SavePlan) -> Snapshot:
     """Copy the boxes of `share` out of the tensors, which may change as soon as this returns.
 
     Raises OSError where there is not so much memory.

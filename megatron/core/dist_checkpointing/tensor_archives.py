@@ -51,7 +51,7 @@ _VERSION, _UTF8, _SUMS_FOLLOW, _FIRST_DAY = 45, 1 << 11, 1 << 3, 0x21
 _IN_64_BITS, _IN_64_BITS_16 = 0xFFFFFFFF, 0xFFFF
 
 
-class _Entry(NamedTuple):
+class _ZipEntry(NamedTuple):
     """A file of the archive."""
 
     name: str
@@ -75,7 +75,7 @@ class Head(NamedTuple):
     """Header that stands before the values."""
 
     content: bytes
-    entries: tuple[_Entry, ...]
+    entries: tuple[_ZipEntry, ...]
     """The last one is the values, whose checksum is not known yet."""
 
 
@@ -85,10 +85,10 @@ def render_head(dtype: torch.dtype, shape: Sequence[int]) -> Head:
     content = bytearray()
     entries = []
     for name, data in files.items():
-        entry = _Entry(f"{_FOLDER}/{name}", len(content), len(data), zlib.crc32(data))
+        entry = _ZipEntry(f"{_FOLDER}/{name}", len(content), len(data), zlib.crc32(data))
         entries.append(entry)
         content += _render_local(entry.name, _UTF8, entry.crc32, len(data), b"") + data
-    values = _Entry(_VALUES, len(content), _count_values(shape) * dtype.itemsize)
+    values = _ZipEntry(_VALUES, len(content), _count_values(shape) * dtype.itemsize)
     sizes = _SIZE_64.pack(1, 16, 0, 0)
     # A field without meaning, as torch has one, moves the values to where a processor likes to have them.
     end = len(content) + _LOCAL_HEADER.size + len(_VALUES) + len(sizes) + 4

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from megatron.core.dist_checkpointing.checksums import Segment, join_checksums, list_segments
+from megatron.core.dist_checkpointing.checksums import FileSegment, join_checksums, list_segments
 from megatron.core.dist_checkpointing.load_exchange import Read, SharedReads, choose_readers, exchange
 from megatron.core.dist_checkpointing.load_plan import list_reads, read_slice
 from megatron.core.dist_checkpointing.manifest import DamagedCheckpointError, FileRecord, compare_checksums
@@ -142,7 +142,7 @@ def _read_share(
 ) -> SharedReads:
     """Read this process's share and verify the files; returns what is left to exchange."""
     ranks = join_ranks(group)
-    boxes: dict[MetadataIndex, _Place] = {}
+    boxes: dict[MetadataIndex, _BoxLocation] = {}
 
     def look_up() -> None:
         # All boxes of files that are verified, otherwise those that are asked for.
@@ -164,7 +164,7 @@ def _read_share(
     computed = ranks.all_gather("read", lambda: _run(jobs))
     if unverified:
         checksums = {number: crc32 for share in computed for number, crc32 in share.items()}
-        segments = [Segment(part.name, part.start, part.num_bytes) for part in parts]
+        segments = [FileSegment(part.name, part.start, part.num_bytes) for part in parts]
         found = join_checksums(segments, [checksums[number] for number in range(len(parts))])
         compare_checksums(directory, unverified, found)
     return shared
@@ -173,7 +173,7 @@ def _read_share(
 # ---- what lies where
 
 
-class _Place(NamedTuple):
+class _BoxLocation(NamedTuple):
     """Place of a saved box."""
 
     name: str
@@ -181,7 +181,7 @@ class _Place(NamedTuple):
     box: SavedBox
 
 
-class _Part(NamedTuple):
+class _VerifiedRange(NamedTuple):
     """A stretch of a file that one process verifies: the archive of a box, or what is none."""
 
     name: str
@@ -190,9 +190,9 @@ class _Part(NamedTuple):
     box_index: MetadataIndex | None
 
 
-def _list_boxes(directory: Path, metadata: Metadata, keys: Collection[str]) -> dict[MetadataIndex, _Place]:
+def _list_boxes(directory: Path, metadata: Metadata, keys: Collection[str]) -> dict[MetadataIndex, _BoxLocation]:
     """File and place of each saved box of these tensors. Raises CheckpointError where one is outside of `directory`."""
-    boxes: dict[MetadataIndex, _Place] = {}
+    boxes: dict[MetadataIndex, _BoxLocation] = {}
     names: set[str] = set()
     for key in keys:
         tensor = metadata.state_dict_metadata[key]
@@ -205,17 +205,17 @@ def _list_boxes(directory: Path, metadata: Metadata, keys: Collection[str]) -> d
                 refuse_outside(directory, place.relative_path)
                 names.add(place.relative_path)
             box = SavedBox(place.offset, place.length, tensor.properties.dtype, tuple(chunk.sizes))
-            boxes[index] = _Place(place.relative_path, box)
+            boxes[index] = _BoxLocation(place.relative_path, box)
     return boxes
 
 
-def _list_parts(files: Mapping[str, FileRecord], boxes: Mapping[MetadataIndex, _Place]) -> list[_Part]:
+def _list_parts(files: Mapping[str, FileRecord], boxes: Mapping[MetadataIndex, _BoxLocation]) -> list[_VerifiedRange]:
     """The files as boxes and what lies between them, each file's in order. The same on all processes."""
     by_file: dict[str, list[tuple[SavedBox, MetadataIndex]]] = {name: [] for name in files}
     for index, (name, box) in boxes.items():
         if name in by_file:
             by_file[name].append((box, index))
-    parts: list[_Part] = []
+    parts: list[_VerifiedRange] = []
     for name in sorted(files):
         own, end = [], 0
         for box, index in sorted(by_file[name], key=lambda entry: entry[0].start):
@@ -223,17 +223,19 @@ def _list_parts(files: Mapping[str, FileRecord], boxes: Mapping[MetadataIndex, _
             if box.start < end or box.length < 0 or box.start + box.length > files[name].bytes:
                 continue
             own += _list_gap(name, end, box.start)
-            own.append(_Part(name, box.start, box.length, index))
+            own.append(_VerifiedRange(name, box.start, box.length, index))
             end = box.start + box.length
         parts += own + _list_gap(name, end, files[name].bytes)
     return parts
 
 
-def _list_gap(name: str, start: int, end: int) -> list[_Part]:
-    return [_Part(name, start + part.start, part.num_bytes, None) for part in list_segments({name: end - start})]
+def _list_gap(name: str, start: int, end: int) -> list[_VerifiedRange]:
+    return [
+        _VerifiedRange(name, start + part.start, part.num_bytes, None) for part in list_segments({name: end - start})
+    ]
 
 
-def _choose_verifiers(parts: Sequence[_Part], wanted: Sequence[Mapping[int, int]]) -> list[list[int]]:
+def _choose_verifiers(parts: Sequence[_VerifiedRange], wanted: Sequence[Mapping[int, int]]) -> list[list[int]]:
     """Numbers of the parts that each process verifies: of those that want the most of a part, and so read it anyway,
     the one with the fewest bytes so far; of all, where nobody wants it.
 
@@ -297,10 +299,10 @@ class _Job:
 
 def _list_jobs(
     directory: Path,
-    parts: Sequence[_Part],
+    parts: Sequence[_VerifiedRange],
     mine: Sequence[int],
     reads: Sequence[Read],
-    boxes: Mapping[MetadataIndex, _Place],
+    boxes: Mapping[MetadataIndex, _BoxLocation],
 ) -> list[_Job]:
     """Return what this process reads and verifies, from start to end of each file, as a disk reads fastest."""
     fills: dict[MetadataIndex, list[Fill]] = {}

@@ -103,7 +103,7 @@ def name_object(key: str, places: Iterable[tuple[int, int]]) -> str:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _BoxOfStack:
     """A box of one of our tensors."""
 
     source: ShardedTensor
@@ -116,7 +116,7 @@ class _Part:
 class StackedTensor(ShardedTensor):
     """One of upstream's tensors, put together of boxes of ours."""
 
-    parts: tuple[_Part, ...] = ()
+    parts: tuple[_BoxOfStack, ...] = ()
     is_stacked: bool = False
 
     def block(self, index: int) -> Tensor:
@@ -147,7 +147,7 @@ def stack_tensors(tensors: ShardedStateDict, naming: UpstreamNaming) -> ShardedS
 def _stack(key: str, members: list[tuple[ShardedTensor, int | None]], naming: UpstreamNaming) -> StackedTensor:
     first, number = members[0]
     blocks: list[Piece] = []
-    parts: list[_Part] = []
+    parts: list[_BoxOfStack] = []
     for tensor, layer in members:
         before = () if layer is None else ((layer, 1),)
         cuts = _list_cuts(_split_key(tensor.key)[1], tensor.global_shape, naming)
@@ -155,7 +155,7 @@ def _stack(key: str, members: list[tuple[ShardedTensor, int | None]], naming: Up
             for box, inner in _cut(block.box, cuts):
                 local = tuple((0, length) for _, length in (*before, *box))
                 blocks.append(Piece((*before, *box), local, block.owned))
-                parts.append(_Part(tensor, index, inner))
+                parts.append(_BoxOfStack(tensor, index, inner))
     shape = first.global_shape if number is None else (len(naming.plan.decoder), *first.global_shape)
     return StackedTensor(
         key=key, data=first.data, global_shape=shape, blocks=tuple(blocks), is_copy=first.is_copy,

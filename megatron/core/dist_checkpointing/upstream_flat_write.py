@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.dist_checkpointing.upstream_dist import FLAT_KEY
 from megatron.core.dist_checkpointing.upstream_dist_write import name_object
-from megatron.core.dist_checkpointing.upstream_layout import BucketPadding, Parameter, Slot, fill_buckets
+from megatron.core.dist_checkpointing.upstream_layout import BucketPadding, BucketSlot, Parameter, fill_buckets
 from megatron.core.placement import Piece
 
 
@@ -123,6 +123,6 @@ class FlatRank:
         }
         return {name_object(f"{self.prefix}.{key}", []): value for key, value in values.items()}
 
-    def list_slots(self) -> set[tuple[str, int | None, Slot]]:
+    def list_slots(self) -> set[tuple[str, int | None, BucketSlot]]:
         """(parameter, its expert on this rank, place) of everything in the buffers."""
         return {(*key, slot) for buffer in self.buffers for key, slot in buffer.slots.items()}

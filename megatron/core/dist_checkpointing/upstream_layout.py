@@ -251,7 +251,7 @@ def sort_as_registered(parameters: Iterable[Parameter], *, fused: bool, grouped:
 
 
 @dataclass(frozen=True)
-class Slot:
+class BucketSlot:
     """Place of a parameter: elements [start, start + its number) of a bucket."""
 
     bucket: int
@@ -273,12 +273,12 @@ class BucketPadding:
         return -(-size // multiple) * multiple
 
 
-def place_in_buckets(parameters: Sequence[Parameter], sizes: Sequence[int]) -> list[Slot] | None:
+def place_in_buckets(parameters: Sequence[Parameter], sizes: Sequence[int]) -> list[BucketSlot] | None:
     """Return where the parameters of a buffer lie, whose buckets have these sizes without what pads their ends.
 
     parameters: as registered. None where they do not fill the buckets.
     """
-    slots: list[Slot] = []
+    slots: list[BucketSlot] = []
     bucket, end = 0, 0
     for parameter in reversed(parameters):
         start = _align(end)
@@ -287,25 +287,27 @@ def place_in_buckets(parameters: Sequence[Parameter], sizes: Sequence[int]) -> l
             bucket, start = bucket + 1, 0
         if bucket >= len(sizes) or start + parameter.numel > sizes[bucket]:
             return None
-        slots.append(Slot(bucket, start))
+        slots.append(BucketSlot(bucket, start))
         end = start + parameter.numel
     # A bucket that ends because the next parameter wants its own may be padded.
     filled = bucket == len(sizes) - 1 and sizes[bucket] - end < _ALIGNMENT if sizes else not parameters
     return slots[::-1] if filled else None
 
 
-def place_in_joined_buckets(parameters: Sequence[Parameter], total: int, bucket_size: int | None) -> list[Slot] | None:
+def place_in_joined_buckets(
+    parameters: Sequence[Parameter], total: int, bucket_size: int | None
+) -> list[BucketSlot] | None:
     """The same where the buckets were joined, without what pads their ends; of a single bucket 0.
 
     total: elements. bucket_size: from which number of elements on upstream closed a bucket; None for never.
     """
-    slots: list[Slot] = []
+    slots: list[BucketSlot] = []
     base = end = 0
     for parameter in reversed(parameters):
         start = base + _align(end - base)
         if parameter.is_alone and end > base:
             base = start
-        slots.append(Slot(0, start))
+        slots.append(BucketSlot(0, start))
         end = start + parameter.numel
         if parameter.is_alone or (bucket_size is not None and end - base >= bucket_size):
             base = end
@@ -314,12 +316,12 @@ def place_in_joined_buckets(parameters: Sequence[Parameter], total: int, bucket_
 
 def fill_buckets(
     parameters: Sequence[Parameter], bucket_size: int | None, padding: BucketPadding
-) -> tuple[list[Slot], list[int]]:
+) -> tuple[list[BucketSlot], list[int]]:
     """Return where upstream puts the parameters of a buffer, and the sizes of its buckets without what pads their ends.
 
     parameters: as registered. bucket_size: from which number of elements on a bucket is closed; None for never.
     """
-    slots: list[Slot] = []
+    slots: list[BucketSlot] = []
     sizes: list[int] = []
     end = 0
     is_open = False
@@ -329,7 +331,7 @@ def fill_buckets(
             # Here, and nowhere else, upstream counts the padding as well.
             sizes.append(padding.pad(start) if start % padding.shares else start)
             start = 0
-        slots.append(Slot(len(sizes), start))
+        slots.append(BucketSlot(len(sizes), start))
         end, is_open = start + parameter.numel, True
         if parameter.is_alone or (bucket_size is not None and end >= bucket_size):
             sizes.append(end)
@@ -416,11 +418,11 @@ class ModelOutline:
 
     def divide(
         self,
-        place: Callable[[int, int, int, list[Parameter]], list[Slot] | None],
+        place: Callable[[int, int, int, list[Parameter]], list[BucketSlot] | None],
         arrange: Callable[..., list[Parameter]],
         *,
         experts: bool | None,
-    ) -> dict[tuple[int, int], list[tuple[Parameter, Slot]]] | None:
+    ) -> dict[tuple[int, int], list[tuple[Parameter, BucketSlot]]] | None:
         """Return which parameters each (stage, chunk) has, and where they lie in its buffer; None where that cannot be.
 
         place: finds slots for a stage, a chunk, the number of its buffer and its parameters as registered. A chunk
@@ -433,7 +435,7 @@ class ModelOutline:
 
         def divide_from(
             position: int, done: int, buffers: Mapping[int, int]
-        ) -> dict[tuple[int, int], list[tuple[Parameter, Slot]]] | None:
+        ) -> dict[tuple[int, int], list[tuple[Parameter, BucketSlot]]] | None:
             last, (stage, chunk) = position == len(chunks) - 1, chunks[position]
             counts = [total - done] if last else _likely_first(total, len(chunks), total - done)
             if len(segments) == len(chunks) > 1:

@@ -39,10 +39,10 @@ from megatron.core.dist_checkpointing.upstream_dist import (
     translate_table,
 )
 from megatron.core.dist_checkpointing.upstream_layout import (
+    BucketSlot,
     ModelOutline,
     Parameter,
     SavedLayout,
-    Slot,
     expert_of,
     find_bucket_size,
     iterate_ranks,
@@ -63,7 +63,7 @@ Read = Callable[[int, int, int], Tensor]
 
 
 @dataclass
-class FlatBuffer:
+class SavedFlatBuffer:
     """A buffer of one model-parallel rank: the optimizer state of a model chunk's parameters."""
 
     sizes: list[int] = field(default_factory=list)
@@ -74,7 +74,7 @@ class FlatBuffer:
     """`param`, `exp_avg`, ...: how to read it."""
 
 
-Buffers = Mapping[int, list[FlatBuffer]]
+Buffers = Mapping[int, list[SavedFlatBuffer]]
 """By the number of the model-parallel rank: its buffers, one for each model chunk that has parameters."""
 
 
@@ -97,7 +97,7 @@ def read_flat_buffers(reader: BoxReader) -> dict[int, Buffers]:
     }
 
 
-def _read_buffers(reader: BoxReader, keys: list[str]) -> list[FlatBuffer]:
+def _read_buffers(reader: BoxReader, keys: list[str]) -> list[SavedFlatBuffer]:
     """Read the buffers of one model-parallel rank."""
     whole = next((key for key in keys if ".param_state/" in key), None)
     if whole is not None:
@@ -117,7 +117,7 @@ def _read_buffers(reader: BoxReader, keys: list[str]) -> list[FlatBuffer]:
 
 def _describe_buffer(
     reader: BoxReader, number: int, by_kind: Mapping[str, Mapping[int, str]], listed: list[int] | None
-) -> FlatBuffer:
+) -> SavedFlatBuffer:
     lengths = {kind: [math.prod(reader.find(keys[i]).size) for i in sorted(keys)] for kind, keys in by_kind.items()}
     any_kind = next(iter(lengths.values()))
     # fully_sharded_bucket_space saves what pads a bucket's end as well; what is listed never counts it.
@@ -131,7 +131,7 @@ def _describe_buffer(
     def read(kind: str, bucket: int, start: int, stop: int) -> Tensor:
         return reader.read_region(by_kind[kind][bucket], ((start, stop - start),))
 
-    return FlatBuffer(list(sizes), False, {kind: functools.partial(read, kind) for kind in by_kind})
+    return SavedFlatBuffer(list(sizes), False, {kind: functools.partial(read, kind) for kind in by_kind})
 
 
 def _list_sizes(content: Any) -> dict[int, list[int]]:
@@ -147,7 +147,7 @@ def _list_sizes(content: Any) -> dict[int, list[int]]:
     return sizes
 
 
-def parse_joined_buffers(content: Any, where: str) -> list[FlatBuffer]:
+def parse_joined_buffers(content: Any, where: str) -> list[SavedFlatBuffer]:
     """The buffers in what dp_zero_gather_scatter and distrib_optim.pt hold:
     {0: {formats: {"param": flat tensor, ...}}}.
 
@@ -158,7 +158,7 @@ def parse_joined_buffers(content: Any, where: str) -> list[FlatBuffer]:
         raise CheckpointError(
             f"{where} holds no optimizer state; found {type(content).__name__}, expected a dictionary"
         )
-    buffers: list[FlatBuffer] = []
+    buffers: list[SavedFlatBuffer] = []
     for number in sorted(key for key in content if isinstance(key, int) and not isinstance(key, bool)):
         by_format = content[number]
         states = list(by_format.values()) if isinstance(by_format, dict) else []
@@ -168,7 +168,7 @@ def parse_joined_buffers(content: Any, where: str) -> list[FlatBuffer]:
     return buffers
 
 
-def _parse_state(state: Any, where: str) -> FlatBuffer:
+def _parse_state(state: Any, where: str) -> SavedFlatBuffer:
     # Before buckets were joined there was one dictionary for each of them.
     parts = state if isinstance(state, list) else [state]
     tensors: list[dict[str, Tensor]] = []
@@ -188,7 +188,9 @@ def _parse_state(state: Any, where: str) -> FlatBuffer:
     sizes = [len(next(iter(found.values()))) for found in tensors]
     if not isinstance(state, list) and isinstance(unpadded := state.get("numel_unpadded"), int):
         sizes = [min(sizes[0], unpadded)]
-    return FlatBuffer(sizes, not isinstance(state, list), {kind: functools.partial(read, kind) for kind in tensors[0]})
+    return SavedFlatBuffer(
+        sizes, not isinstance(state, list), {kind: functools.partial(read, kind) for kind in tensors[0]}
+    )
 
 
 # ---- shards of parameters flat
@@ -221,11 +223,11 @@ def read_flat_shard(reader: BoxReader, key: str, parameter: str, layer: int | No
 
 
 @dataclass(frozen=True)
-class _Shard:
+class _FlatShard:
     """Place of a shard of a parameter."""
 
-    buffer: FlatBuffer
-    slot: Slot
+    buffer: SavedFlatBuffer
+    slot: BucketSlot
     parameter: Parameter
     tp_rank: int
     expert: int | None
@@ -252,7 +254,7 @@ class FlatOptimizerState:
         trained = {name: shape for name, shape in shapes.items() if not name.endswith(".expert_bias")}
         self._outline = ModelOutline(trained, layout, args)
         self._buffers = buffers
-        self._shards: dict[str, list[_Shard]] = {}
+        self._shards: dict[str, list[_FlatShard]] = {}
 
     def locate(self, read_weight: Callable[[str], Tensor], group: Group) -> None:
         """Find out in which order the parameters lie: that in which main parameters and weights agree.
@@ -282,7 +284,9 @@ class FlatOptimizerState:
             contradictions.append(f"{different} differs from the main parameter in its flat buffers")
         raise CheckpointError(f"{self._where}: {contradictions[0]}; {_REMEDY}")
 
-    def list_slots(self, *, fused: bool, grouped: bool) -> dict[int, set[tuple[int, str, int | None, Slot]]] | None:
+    def list_slots(
+        self, *, fused: bool, grouped: bool
+    ) -> dict[int, set[tuple[int, str, int | None, BucketSlot]]] | None:
         """For each optimizer (rank, parameter, its expert on this rank, place), by the sizes of the buckets
         alone, in this order of registration; None where they have no place for the parameters.
 
@@ -298,7 +302,7 @@ class FlatOptimizerState:
             for rank, chunks in buffers.items()
             for buffer in chunks
         }
-        found: dict[int, set[tuple[int, str, int | None, Slot]]] = defaultdict(set)
+        found: dict[int, set[tuple[int, str, int | None, BucketSlot]]] = defaultdict(set)
         for shard in itertools.chain.from_iterable(shards.values()):
             number, rank = owners[id(shard.buffer)]
             found[number].add((rank, shard.parameter.name, shard.parameter.expert, shard.slot))
@@ -315,11 +319,13 @@ class FlatOptimizerState:
                 )
         return found
 
-    def _find_shards(self, arrange: Callable[[Iterable[Parameter]], list[Parameter]]) -> dict[str, list[_Shard]] | None:
+    def _find_shards(
+        self, arrange: Callable[[Iterable[Parameter]], list[Parameter]]
+    ) -> dict[str, list[_FlatShard]] | None:
         layout = self._outline.layout
         # With expert parallelism the experts have an optimizer of their own, which comes second.
         split = layout.ep > 1 and len(self._buffers) > 1
-        found: dict[str, list[_Shard]] = defaultdict(list)
+        found: dict[str, list[_FlatShard]] = defaultdict(list)
         for number, buffers in self._buffers.items():
             experts = number > 0 if split else None
             ranks = {(stage, ep, tp): rank for stage in range(layout.pp)
@@ -341,7 +347,7 @@ class FlatOptimizerState:
                     # The last stage's copy of a tied table repeats what the first stage has.
                     if shape is not None:
                         expert = expert_of(parameter, ep, shape[0] // layout.ep)
-                        shard = _Shard(buffers[rank][buffer], slot, parameter, tp, expert)
+                        shard = _FlatShard(buffers[rank][buffer], slot, parameter, tp, expert)
                         found[parameter.name].append(shard)
         return found
 
@@ -353,7 +359,7 @@ class FlatOptimizerState:
         chunk: int,
         number: int,
         parameters: list[Parameter],
-    ) -> list[Slot] | None:
+    ) -> list[BucketSlot] | None:
         mine = buffers.get(ranks[stage, 0, 0], [])
         used, is_last = number + bool(parameters), chunk == self._outline.layout.vpp - 1
         if used > len(mine) or (is_last and used < len(mine)):
@@ -379,7 +385,7 @@ class FlatOptimizerState:
                     return name
         return None
 
-    def _join(self, name: str, shards: list[_Shard], kind: str) -> Tensor:
+    def _join(self, name: str, shards: list[_FlatShard], kind: str) -> Tensor:
         shape = self._outline.shapes[name]
         full = torch.empty(shape, dtype=torch.float32)
         cut, ranks = self._outline.cut_of(name), self._outline.ranks_of(name)

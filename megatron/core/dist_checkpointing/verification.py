@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatron.core.collectives import all_gather_object, broadcast_object
 from megatron.core.dist_checkpointing.agreement import on_first_rank
-from megatron.core.dist_checkpointing.checksums import Segment, compute_checksums, list_segments, take_share
+from megatron.core.dist_checkpointing.checksums import FileSegment, compute_checksums, list_segments, take_share
 from megatron.core.dist_checkpointing.directory import FoundCheckpoint, Verify
 from megatron.core.dist_checkpointing.manifest import Manifest, read_manifest, verify_files
 from megatron.core.errors import CheckpointError
@@ -39,7 +39,7 @@ def find_together(look: Look, group: Group) -> FoundCheckpoint | None:
     do_others_listen = True
 
     def verify(path: Path, manifest: Manifest) -> None:
-        def compute(segments: list[Segment]) -> list[int]:
+        def compute(segments: list[FileSegment]) -> list[int]:
             nonlocal do_others_listen
             # What is raised here is a collective's: a process was lost, or this one was interrupted in the middle.
             do_others_listen = False

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
 from megatron.core.dist_checkpointing.crash_points import hand_over, take_over
-from megatron.core.dist_checkpointing.snapshot import BoxPlace, HostMemory, Snapshot, map_memory
+from megatron.core.dist_checkpointing.snapshot import BoxPlace, Snapshot, SnapshotMemory, map_memory
 from megatron.core.dist_checkpointing.torch_dist import Written, write_share
 from megatron.core.errors import StorageError
 from megatron.core.parent_death import end_with_parent
@@ -88,7 +88,7 @@ class WriterProcess:
         if self.disk_class:
             _set_disk_class(self._process.pid, self.disk_class)
 
-    def write(self, directory: Path, share: SavePlan, snapshot: Snapshot, memory: HostMemory) -> Written:
+    def write(self, directory: Path, share: SavePlan, snapshot: Snapshot, memory: SnapshotMemory) -> Written:
         """Let it write a snapshot, which lies in `memory`, and wait for it. Raises what went wrong there, or
         StorageError when the process was lost."""
         process, connection = self._process, self._connection

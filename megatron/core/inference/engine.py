@@ -25,7 +25,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.inference.model_runner import ModelRunner
 from megatron.core.inference.request import EndedBy, Request, TokenLogprobs
 from megatron.core.inference.sampling import choose_next_tokens
-from megatron.core.inference.scheduler import Part, Scheduler
+from megatron.core.inference.scheduler import RequestSlice, Scheduler
 from megatron.core.sequences.state import PAGE_TOKENS, SequenceState
 
 if TYPE_CHECKING:
@@ -215,22 +215,22 @@ class Engine:
             self.scheduler.note_read(part.request)
         return finished
 
-    def _run(self, parts: list[Part], tokens: list[list[int]], wanted: list[int]) -> Tensor | None:
+    def _run(self, parts: list[RequestSlice], tokens: list[list[int]], wanted: list[int]) -> Tensor | None:
         self.state.rows = [part.request.held for part in parts if part.request.held is not None]
         return self.runner.run(tokens, self.state, wanted)
 
-    def _list_tokens(self, part: Part) -> list[int]:
+    def _list_tokens(self, part: RequestSlice) -> list[int]:
         request = part.request
         text = request.text[request.length_read :][: part.tokens]
         return text + [int(draft.tokens) for draft in request.drafts] if part.reaches_end else text
 
-    def _count_wanted(self, part: Part) -> int:
+    def _count_wanted(self, part: RequestSlice) -> int:
         request = part.request
         if request.lacks_prompt_logprobs:
             return part.new
         return 1 + len(request.drafts) if part.reaches_end and request.max_new_tokens else 0
 
-    def _choose(self, parts: list[Part], logits: Tensor, wanted: list[int]) -> list[_Choice]:
+    def _choose(self, parts: list[RequestSlice], logits: Tensor, wanted: list[int]) -> list[_Choice]:
         """Return what each request gets of logits [sum of wanted, v]."""
         # One wait for the device for all texts that take the likeliest token.
         best = logits[:, : self.vocab_size].max(dim=-1)
@@ -243,7 +243,7 @@ class Engine:
             first += count
         return choices
 
-    def _choose_for(self, part: Part, logits: Tensor, likeliest: list[int | None]) -> _Choice:
+    def _choose_for(self, part: RequestSlice, logits: Tensor, likeliest: list[int | None]) -> _Choice:
         request = part.request
         choice = _Choice([], [], [])
         if request.prompt_logprobs is not None:
@@ -283,7 +283,7 @@ class Engine:
             return None
         return int(choose_next_tokens(logits.unsqueeze(0), sampling, [request.generator], draft))
 
-    def _take(self, part: Part, choice: _Choice) -> bool:
+    def _take(self, part: RequestSlice, choice: _Choice) -> bool:
         """Write down what a request got; True where it is finished."""
         request, counters = part.request, self.counters
         request.read_logprobs += choice.read_logprobs

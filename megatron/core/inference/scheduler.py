@@ -21,7 +21,7 @@ from megatron.core.inference.request import Request
 from megatron.core.sequences.state import PAGE_TOKENS, SequenceState, digest_pages
 
 
-class Part(NamedTuple):
+class RequestSlice(NamedTuple):
     """Tokens of one request in a pass: so many of its text, and its drafts where these are behind them."""
 
     request: Request
@@ -30,7 +30,7 @@ class Part(NamedTuple):
     """True if the last token of the text is among them, so that the next one is chosen."""
 
     @classmethod
-    def of(cls, request: Request, count: int) -> Part:
+    def of(cls, request: Request, count: int) -> RequestSlice:
         """The next tokens of a request."""
         return cls(request, count, count == request.missing)
 
@@ -67,12 +67,12 @@ class Scheduler:
         """Return True where texts that begin alike share pages; a recurrent state has none."""
         return self._reuses_prefixes and not self._state.is_recurrent
 
-    def plan(self) -> list[Part]:
+    def plan(self) -> list[RequestSlice]:
         """Admit, preempt, and choose the parts of the next pass; their pages are reserved."""
-        parts: dict[int, Part] = {}
+        parts: dict[int, RequestSlice] = {}
         for request in sorted((each for each in self.running if not each.is_reading), key=_arrival):
             if request.held is not None:  # not preempted for an older one
-                self._add(parts, Part.of(request, 1))
+                self._add(parts, RequestSlice.of(request, 1))
         budget = None
         if self.max_step_tokens is not None:
             budget = max(self.max_step_tokens - sum(part.new for part in parts.values()), PAGE_TOKENS)
@@ -86,7 +86,7 @@ class Scheduler:
                 count = min(count, self._part_tokens)
             elif budget is not None:
                 count = min(count, max(1, budget // (len(reading) - index)), budget)
-            if count and self._add(parts, Part.of(request, count)) and budget is not None:
+            if count and self._add(parts, RequestSlice.of(request, count)) and budget is not None:
                 budget = max(0, budget - count)
         # In the order of arrival, so that those that stay lie side by side in each pass.
         return [parts[number] for number in sorted(parts)]
@@ -145,7 +145,7 @@ class Scheduler:
     def _digest(self, request: Request) -> None:
         request.contents = digest_pages(request.text, request.contents)
 
-    def _add(self, parts: dict[int, Part], part: Part) -> bool:
+    def _add(self, parts: dict[int, RequestSlice], part: RequestSlice) -> bool:
         """Plan a part, if need be in place of younger requests; False where it is the youngest and has to wait."""
         request, state = part.request, self._state
         assert request.held is not None

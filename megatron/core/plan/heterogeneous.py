@@ -22,7 +22,7 @@ _MULTIPLE = 256
 _LARGEST = 2**26
 
 
-class Block(NamedTuple):
+class HeterogeneousLayer(NamedTuple):
     """A layer."""
 
     attention: Literal["own", "linear", "none"]
@@ -54,7 +54,7 @@ def parse_document(text: str) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=16)
-def parse_blocks(text: str, hidden_size: int, heads: int) -> tuple[Block, ...]:
+def parse_blocks(text: str, hidden_size: int, heads: int) -> tuple[HeterogeneousLayer, ...]:
     """Read the layers of a model of this width and with so many query heads. Raises ConfigError for what they cannot
     be."""
     return tuple(
@@ -63,7 +63,7 @@ def parse_blocks(text: str, hidden_size: int, heads: int) -> tuple[Block, ...]:
     )
 
 
-def _parse_block(where: str, entry: Any, hidden_size: int, heads: int) -> Block:
+def _parse_block(where: str, entry: Any, hidden_size: int, heads: int) -> HeterogeneousLayer:
     parts = entry if isinstance(entry, dict) else {}
     attention, groups = _parse_part(where, parts, ("attention",), ("num_query_groups", "n_heads_in_group"))
     mlp, width = _parse_part(where, parts, ("ffn", "mlp"), ("ffn_hidden_size", "ffn_mult"))
@@ -81,7 +81,7 @@ def _parse_block(where: str, entry: Any, hidden_size: int, heads: int) -> Block:
         if not _is_whole(value):
             raise ConfigError(f"{where}.ffn.{name} is {width[1]!r}; give a number above 0, or null for the model's own")
         width = value
-    return Block(attention, mlp, groups, width)
+    return HeterogeneousLayer(attention, mlp, groups, width)
 
 
 def _round_up(multiple: float, hidden_size: int) -> int:

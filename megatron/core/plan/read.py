@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.errors import ConfigError
-from megatron.core.plan.heterogeneous import FLAG, Block, parse_blocks
+from megatron.core.plan.heterogeneous import FLAG, HeterogeneousLayer, parse_blocks
 from megatron.core.plan.letters import Letters, find_letters_problem, split_letters
 from megatron.core.plan.model_plan import Branch, LayerPlan, ModelPlan
 from megatron.core.plan.patterns import PlanSettings
@@ -53,7 +53,7 @@ def _build(settings: PlanSettings) -> ModelPlan:
     )
 
 
-def _read_blocks(settings: PlanSettings) -> tuple[Block, ...] | None:
+def _read_blocks(settings: PlanSettings) -> tuple[HeterogeneousLayer, ...] | None:
     """The layers of different shapes; None where all have the model's. A number of layers that is not theirs is
     complained about elsewhere."""
     text = settings.heterogeneous_layers_config_encoded_json
@@ -63,7 +63,7 @@ def _read_blocks(settings: PlanSettings) -> tuple[Block, ...] | None:
     return blocks if len(blocks) == settings.num_layers else None
 
 
-def _list_branches(settings: PlanSettings, blocks: tuple[Block, ...], number: int) -> Iterator[Branch]:
+def _list_branches(settings: PlanSettings, blocks: tuple[HeterogeneousLayer, ...], number: int) -> Iterator[Branch]:
     block = blocks[number - 1]
     if block.attention != "none":
         branch = _branch(settings, "attention" if block.attention == "own" else "linear_for_attention", number)

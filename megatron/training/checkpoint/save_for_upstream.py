@@ -48,7 +48,7 @@ from megatron.core.dist_checkpointing.upstream_layout import (
     find_bucket_size,
     sort_as_registered,
 )
-from megatron.core.dist_checkpointing.upstream_optimizer import FlatBuffer, FlatOptimizerState
+from megatron.core.dist_checkpointing.upstream_optimizer import FlatOptimizerState, SavedFlatBuffer
 from megatron.core.errors import CheckpointError
 from megatron.core.placement import Placement, get_placement
 from megatron.core.plan.read import read_plan
@@ -192,7 +192,7 @@ class _FlatPlan(NamedTuple):
 
     ranks: list[FlatRank]
     """One for each optimizer."""
-    places: list[tuple[_Held, FlatBufferShare, list[Parameter]]]
+    places: list[tuple[_HeldParameter, FlatBufferShare, list[Parameter]]]
     """Tensors that this process has, each with its buffer, and the parameters that it holds there: of a stack of
     experts each by itself."""
 
@@ -229,7 +229,7 @@ def _build_flat_ranks(run: Run) -> list[FlatRank]:
     return plan.ranks
 
 
-def _plan_flat(run: Run, held: list[_Held]) -> _FlatPlan:
+def _plan_flat(run: Run, held: list[_HeldParameter]) -> _FlatPlan:
     """Raises CheckpointError where upstream's distributed optimizer has no such buffers."""
     model, groups, args = run.config.model, run.groups, _list_args(run)
     grid = groups.grid
@@ -268,7 +268,7 @@ def _list_args(run: Run) -> dict[str, Any]:
     return vars(to_upstream.build_args(run.config, run.progress, run.recipe.padded_vocab_size))
 
 
-def _list_parameters(run: Run, entry: _Held) -> list[Parameter]:
+def _list_parameters(run: Run, entry: _HeldParameter) -> list[Parameter]:
     """A parameter as upstream's modules have it; of a stack of experts each."""
     placement, model = entry.placement, run.config.model
     if ModelOutline.is_expert(placement.name):
@@ -290,10 +290,10 @@ def _find_misplaced(
 
     sizes: by prefix, of each model chunk. shapes: of all parameters.
     """
-    buffers: dict[int, dict[int, list[FlatBuffer]]] = {}
+    buffers: dict[int, dict[int, list[SavedFlatBuffer]]] = {}
     for prefix, chunks in sizes.items():
         number, rank = FlatRank.parse_prefix(prefix)
-        buffers.setdefault(number, {})[rank] = [FlatBuffer(list(buckets)) for buckets in chunks]
+        buffers.setdefault(number, {})[rank] = [SavedFlatBuffer(list(buckets)) for buckets in chunks]
     try:
         state = FlatOptimizerState(buffers, shapes, _list_args(run), "upstream's layout")
         found = state.list_slots(fused=run.config.joins_norms, grouped=run.config.model.moe_grouped_gemm)
@@ -348,7 +348,7 @@ def _list_chunks(run: Run, *, keep: bool) -> list[list[RankTensor]]:
     return [arrange(chunk, fused=fused, grouped=grouped) for chunk in chunks]
 
 
-class _Held(NamedTuple):
+class _HeldParameter(NamedTuple):
     """Part of a parameter and its state that this process has: all of a shard, or flat slices of it."""
 
     chunk: int
@@ -360,7 +360,7 @@ class _Held(NamedTuple):
     """Kind -> values, and where they start in the shard's flat memory; None where they are all of it."""
 
 
-def _list_held(run: Run, *, with_state: bool) -> Iterator[_Held]:
+def _list_held(run: Run, *, with_state: bool) -> Iterator[_HeldParameter]:
     slices = run.optimizer.named_slices() if with_state else {}
     for number, chunk in enumerate(run.model):
         chunk.finish_param_sync()
@@ -371,24 +371,26 @@ def _list_held(run: Run, *, with_state: bool) -> Iterator[_Held]:
                 start = None if found.is_whole else found.start
                 state = {kind: (values, start) for kind, values in found.tensors.items()}
             # A tied embedding on the last stage is a parameter of its own, also for upstream.
-            yield _Held(number, name, placement, parameter.requires_grad, chunk.get_held_part(parameter), state)
+            yield _HeldParameter(
+                number, name, placement, parameter.requires_grad, chunk.get_held_part(parameter), state
+            )
 
 
-def _complete(run: Run, held: list[_Held]) -> dict[bool, _Completion]:
+def _complete(run: Run, held: list[_HeldParameter]) -> dict[bool, _TensorGather]:
     """Return what puts divided parameters together: those of experts (True), and the others."""
     return {
-        of_experts: _Completion(
+        of_experts: _TensorGather(
             run.groups.get_replicas(of_experts), [entry for entry in held if entry.placement.is_expert == of_experts]
         )
         for of_experts in (False, True)
     }
 
 
-class _Completion:
+class _TensorGather:
     """Puts slices of parameters together that the members of a group divide among them. All members make one, and
     finish the same parameters in the same order."""
 
-    def __init__(self, group: Group, held: list[_Held]) -> None:
+    def __init__(self, group: Group, held: list[_HeldParameter]) -> None:
         self.group = group
         ours = {
             (entry.chunk, entry.local_name): {
@@ -407,7 +409,7 @@ class _Completion:
             if not all(theirs[key].get(kind, (None, False))[1] for theirs in everyone)
         }
 
-    def finish(self, entry: _Held) -> tuple[Tensor, dict[str, Tensor]]:
+    def finish(self, entry: _HeldParameter) -> tuple[Tensor, dict[str, Tensor]]:
         """The whole shard, and its state."""
         key = (entry.chunk, entry.local_name)
         parts = dict(_parts(entry))
@@ -437,5 +439,5 @@ class _Completion:
 _SHARD = "shard"
 
 
-def _parts(entry: _Held) -> list[tuple[str, tuple[Tensor, int | None]]]:
+def _parts(entry: _HeldParameter) -> list[tuple[str, tuple[Tensor, int | None]]]:
     return [(_SHARD, entry.shard), *entry.state.items()]

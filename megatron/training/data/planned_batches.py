@@ -40,7 +40,7 @@ _NOTHING = -1
 """In place of a sample's number: one token without loss."""
 
 
-class Place(NamedTuple):
+class PlannedDocument(NamedTuple):
     """Place of a conversation in the data, and the number of ranks that share its microbatch."""
 
     sample: int
@@ -49,7 +49,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class PlanLimits:
     """Sizes that a plan depends on besides the lengths."""
 
     rank: int
@@ -66,7 +66,7 @@ class Layout:
     """All ranks have equally many microbatches, because they exchange something in each."""
 
     @classmethod
-    def build(cls, config: RunConfig, groups: ProcessGroupCollection, padded_vocab_size: int) -> Layout:
+    def build(cls, config: RunConfig, groups: ProcessGroupCollection, padded_vocab_size: int) -> PlanLimits:
         """Return where this process stands in the context-parallel ranks of a run, and what a conversation costs
         there."""
         # The longest conversation and the tokens that a rank may hold decide over how many ranks it is divided.
@@ -90,22 +90,22 @@ class StepPlan:
     places: tuple[tuple[int, int], ...]
     """(sample, number of the conversation in it) of the planned conversations."""
     context: ContextPlan
-    layout: Layout
+    layout: PlanLimits
     sequences: tuple[tuple[tuple[int, ...], ...], ...]
     """For every data-parallel rank its microbatches without a plan: lengths of conversations and padding."""
 
     @cached_property
-    def microbatches(self) -> list[list[Place]]:
+    def microbatches(self) -> list[list[PlannedDocument]]:
         """This rank's microbatches in order, each a list of places; at least one, or as many as any rank has."""
         own = [
-            [Place(*self.places[number], microbatch.num_ranks) for number in microbatch.samples]
+            [PlannedDocument(*self.places[number], microbatch.num_ranks) for number in microbatch.samples]
             for microbatch in self.context.list_microbatches(self.layout.rank)
         ]
         # Every rank runs at least one microbatch: the collectives of the step wait for all of them.
         least = 1
         if self.layout.in_step:
             least = max(len(self.context.list_microbatches(rank)) for rank in range(self.layout.num_ranks))
-        nothing = [[Place(_NOTHING, 0, 1)] for _ in range(least - len(own))]
+        nothing = [[PlannedDocument(_NOTHING, 0, 1)] for _ in range(least - len(own))]
         return own + nothing
 
     @property
@@ -118,7 +118,7 @@ class StepPlans:
     """The plans of a run's steps, by the samples consumed before each."""
 
     def __init__(
-        self, dataset: Any, settings: LoaderSettings, batch_size: NumMicrobatchesCalculator, layout: Layout
+        self, dataset: Any, settings: LoaderSettings, batch_size: NumMicrobatchesCalculator, layout: PlanLimits
     ) -> None:
         """dataset: PackedDocuments. Raises ConfigError for another one."""
         parts = getattr(dataset, "datasets", [dataset])
@@ -165,7 +165,7 @@ class StepPlans:
         yield from load_samples(documents, "train", places, self.settings, stack)
         raise build_used_up_error("train", len(self.dataset), consumed_samples)
 
-    def microbatches(self, consumed_samples: int) -> Iterator[list[Place]]:
+    def microbatches(self, consumed_samples: int) -> Iterator[list[PlannedDocument]]:
         """Yield this rank's microbatches, of one step after the other, to the end of the data."""
         while (plan := self.at(consumed_samples)) is not None:
             yield from plan.microbatches
@@ -220,7 +220,7 @@ def build_step_plans(
     if not config.model.hybrid_context_parallel or dataset is None:
         return None
     assert settings.vocabulary_limit is not None
-    return StepPlans(dataset, settings, batch_size, Layout.build(config, groups, settings.vocabulary_limit))
+    return StepPlans(dataset, settings, batch_size, PlanLimits.build(config, groups, settings.vocabulary_limit))
 
 
 class SingleDocuments(Dataset[Any]):
@@ -229,7 +229,7 @@ class SingleDocuments(Dataset[Any]):
     def __init__(self, dataset: PackedDocuments) -> None:
         self.dataset = dataset
 
-    def __getitem__(self, place: Place) -> dict[str, Any]:
+    def __getitem__(self, place: PlannedDocument) -> dict[str, Any]:
         if place.sample == _NOTHING:
             zero = torch.zeros(1, dtype=torch.int64)
             # A valid sample in every respect; its loss mask of 0 keeps it out of the loss.

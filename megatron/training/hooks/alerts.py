@@ -26,7 +26,7 @@ from typing import Any
 from megatron.core.errors import NonFiniteError, say
 from megatron.training.config.container import RunConfig
 from megatron.training.config.logging import LoggerConfig
-from megatron.training.metrics import Row
+from megatron.training.metrics import MetricsRow
 from megatron.training.run import Hook, HookContext, Phase, Run, StepResult
 
 LIMIT_SECONDS = 30.0
@@ -55,7 +55,7 @@ class Watch:
         self._last_rates: deque[float] = deque(maxlen=_SLOW_STEPS)
         self._open: set[str] = set()
 
-    def look(self, row: Row) -> list[dict[str, Any]]:
+    def look(self, row: MetricsRow) -> list[dict[str, Any]]:
         """Return the alerts that a step's values are worth, without those that are told already."""
         found: dict[str, dict[str, Any]] = {}
         loss = next(iter(row.losses.values()), math.nan)
@@ -185,7 +185,7 @@ class AlertsHook(Hook):
         """Note that the run moves."""
         self._moved_at = time.monotonic()
 
-    def on_metrics(self, run: Run, rows: Sequence[Row]) -> None:
+    def on_metrics(self, run: Run, rows: Sequence[MetricsRow]) -> None:
         """Tell of what is not usual."""
         for row in rows if self._courier is not None else ():
             for alert in self._watch.look(row):

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_rank
-from megatron.core.dist_checkpointing.async_save import AsyncSaver, Outcome
+from megatron.core.dist_checkpointing.async_save import AsyncSaver, SaveResult
 from megatron.core.dist_checkpointing.directory import (
     latest_iteration,
     list_superseded,
@@ -221,7 +221,7 @@ class CheckpointHook(Hook):
         path = save_checkpoint(run, ranks=ranks)
         assert path is not None, "without a saver a save is complete"
         elapsed = time.monotonic() - began_at
-        self._note_saved(run, path, Outcome(own.iteration, path, None, elapsed, elapsed))
+        self._note_saved(run, path, SaveResult(own.iteration, path, None, elapsed, elapsed))
 
     def on_close(self, run: Run) -> None:
         """Finish the save under way, and let another run have --save."""
@@ -253,7 +253,7 @@ class CheckpointHook(Hook):
             )
         if path is not None:
             elapsed = time.monotonic() - started_at
-            self._note_saved(run, path, Outcome(run.progress.iteration, path, None, elapsed, elapsed))
+            self._note_saved(run, path, SaveResult(run.progress.iteration, path, None, elapsed, elapsed))
 
     def _note_foreign(self, run: Run) -> None:
         """Before a save, which moves the tracker, and after it, when what was replaced is this run's."""
@@ -263,7 +263,7 @@ class CheckpointHook(Hook):
             except StorageError as error:
                 report_error(StorageError(f"{error}; training goes on"))
 
-    def _await_together(self, run: Run) -> Outcome | None:
+    def _await_together(self, run: Run) -> SaveResult | None:
         """Wait for the save under way on all ranks at the same moment."""
         if self._saver is None:
             return None
@@ -272,7 +272,7 @@ class CheckpointHook(Hook):
         on_every_rank(run.groups.world, lambda: None)
         return outcome
 
-    def _settle(self, run: Run, outcome: Outcome | None) -> None:
+    def _settle(self, run: Run, outcome: SaveResult | None) -> None:
         """Take note of how a save ended that training did not wait for."""
         if outcome is None:
             return
@@ -281,7 +281,7 @@ class CheckpointHook(Hook):
         except StorageError as error:
             _report_unsaved(run, outcome.iteration, error)
 
-    def _note_saved(self, run: Run, path: Path, outcome: Outcome) -> None:
+    def _note_saved(self, run: Run, path: Path, outcome: SaveResult) -> None:
         run.saved_progress = self._snapshot_of
         if run.is_first_rank:
             stall = f", training waited {outcome.stalled_seconds:.2f} s" if self._saver is not None else ""

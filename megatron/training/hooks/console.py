@@ -31,7 +31,7 @@ from megatron.training.hooks.progress_lines import (
     format_short_line,
 )
 from megatron.training.hooks.terminal_view import NEEDED_BY, RichView
-from megatron.training.metrics import Row
+from megatron.training.metrics import MetricsRow
 from megatron.training.run import Evaluation, Hook, HookContext, Phase, Run, StepResult
 
 
@@ -98,7 +98,7 @@ class ConsoleHook(Hook):
         if self.bar is not None:
             self.bar.advance(run.progress.iteration, time.perf_counter() - self._step_began_at)
 
-    def on_metrics(self, run: Run, rows: Sequence[Row]) -> None:
+    def on_metrics(self, run: Run, rows: Sequence[MetricsRow]) -> None:
         """Add rows to the interval; print a progress line every --log-interval iterations."""
         if not run.is_first_rank:
             return
@@ -137,7 +137,7 @@ class ConsoleHook(Hook):
         if run.is_first_rank and run.stop_reason:
             _print(run.stop_reason)
 
-    def _format_line(self, run: Run, row: Row, interval: Interval) -> str:
+    def _format_line(self, run: Run, row: MetricsRow, interval: Interval) -> str:
         clock = Clock(self.pace.elapsed_seconds, self._predict(run, None) or 0.0)
         until_stop = self._predict_stop(run)
         if until_stop is not None and until_stop < clock.left:

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.core.errors import MegatronError
 from megatron.training.hooks.outages import Outages
-from megatron.training.metrics import Row
+from megatron.training.metrics import MetricsRow
 from megatron.training.run import Evaluation, Hook, Phase, Run, Step, StepResult
 
 
@@ -47,7 +47,7 @@ class Hooks(Hook):
             run.read_metrics()
         self._each("on_step_end", run, result, only=lambda phase: phase is not Phase.MEASURE)
 
-    def on_metrics(self, run: Run, rows: Sequence[Row]) -> None:
+    def on_metrics(self, run: Run, rows: Sequence[MetricsRow]) -> None:
         self._each("on_metrics", run, rows, rows=len(rows))
 
     def on_evaluate(self, run: Run, evaluation: Evaluation) -> None:

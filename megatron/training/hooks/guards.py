@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.core.errors import NonFiniteError, say
 from megatron.training.config.container import RunConfig
-from megatron.training.metrics import Row
-from megatron.training.rerun.outliers import Yardstick
+from megatron.training.metrics import MetricsRow
+from megatron.training.rerun.outliers import LargestValues
 from megatron.training.rerun.replay import StepStart, find_first_bad
 from megatron.training.run import Hook, HookContext, Run, Step
 
@@ -58,7 +58,7 @@ class NonFiniteHook(Hook):
         # iteration + 1: the count goes up in the step that begins here.
         run.optimizer.defers_check = not run.metrics.is_due(run.progress.iteration + 1)
 
-    def on_metrics(self, run: Run, rows: Sequence[Row]) -> None:
+    def on_metrics(self, run: Run, rows: Sequence[MetricsRow]) -> None:
         """Raises NonFiniteError on every rank for the same iteration: the values are already those of all ranks."""
         for row in rows:
             last = int(row["consumed_samples"]) - 1
@@ -107,7 +107,7 @@ class OutlierHook(Hook):
 
     def __init__(self, *, losses: bool, gradients: bool) -> None:
         self.losses, self.gradients = losses, gradients
-        self.yardstick = Yardstick()
+        self.yardstick = LargestValues()
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> OutlierHook | None:
@@ -116,7 +116,7 @@ class OutlierHook(Hook):
         is_validated = config.reliability.rerun_mode == "validate_results"
         return cls(losses=spiky, gradients=large) if (spiky or large) and not is_validated else None
 
-    def on_metrics(self, run: Run, rows: Sequence[Row]) -> None:
+    def on_metrics(self, run: Run, rows: Sequence[MetricsRow]) -> None:
         """Learn from the first steps, judge the others."""
         for row in rows:
             values = dict(row.losses) if self.losses else {}

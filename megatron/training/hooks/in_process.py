@@ -36,7 +36,7 @@ from megatron.training.launch.launch import Launch
 from megatron.training.launch.presence import Presence
 from megatron.training.launch.rendezvous import open_store
 from megatron.training.launch.seat import Seat
-from megatron.training.rerun.survivors import Condition, Patience, meet
+from megatron.training.rerun.survivors import Patience, SurvivorState, meet
 from megatron.training.run import Hook, Run, StepResult
 
 _FAILED, _OVER = "failed", "over"
@@ -55,7 +55,7 @@ def train_again_and_again(config: RunConfig, train: Train) -> Run:
     Raises the last failure where it is not to be begun again; SystemExit(0) in a process that has waited for the whole
     run and was not needed.
     """
-    job = Job(find_launch(), config)
+    job = RestartableJob(find_launch(), config)
     try:
         while True:
             outcome = job.train_or_wait(train)
@@ -72,10 +72,10 @@ def train_again_and_again(config: RunConfig, train: Train) -> Run:
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """End of one beginning, in a process."""
 
-    condition: Condition
+    condition: SurvivorState
     """Message to the others."""
     error: Exception
     """Error to raise if it is the last."""
@@ -123,7 +123,7 @@ def assign(
     return chosen if len(chosen) == len(members) else None
 
 
-class Job:
+class RestartableJob:
     """The processes of a job over all beginnings, from one of them. A process is known by the RANK that its launcher
     gave it."""
 
@@ -164,7 +164,7 @@ class Job:
 
     # ---- one beginning
 
-    def train_or_wait(self, train: Train) -> Run | Failure:
+    def train_or_wait(self, train: Train) -> Run | RankFailure:
         """Train, in a process that has a rank, or wait until one is needed."""
         if self._own not in self._members:
             return self._wait()
@@ -202,7 +202,7 @@ class Job:
         store = PrefixStore(f"beginning{self._beginning}", self._store)
         return Seat(place, store, self._settings.inprocess_barrier_timeout)
 
-    def _note_failure(self, error: Exception, iteration: int) -> Failure:
+    def _note_failure(self, error: Exception, iteration: int) -> RankFailure:
         """Tell the others, and say why it cannot be begun again where that is so."""
         problem = None
         is_ours = isinstance(error, MegatronError)
@@ -215,12 +215,14 @@ class Job:
         with contextlib.suppress(RuntimeError):  # the store has gone: the meeting says so
             if self._announce(_FAILED) == _OVER:
                 problem = "the others are through"
-        return Failure(Condition(iteration, problem), error)
+        return RankFailure(SurvivorState(iteration, problem), error)
 
-    def _be_told(self, iteration: int) -> Failure:
-        return Failure(Condition(iteration), TemporaryError("another process of the job has failed; look at its log"))
+    def _be_told(self, iteration: int) -> RankFailure:
+        return RankFailure(
+            SurvivorState(iteration), TemporaryError("another process of the job has failed; look at its log")
+        )
 
-    def _wait(self) -> Failure:
+    def _wait(self) -> RankFailure:
         """Return when a failure may need this process. Raises SystemExit when the run is over."""
         patience = timedelta(seconds=self._settings.inprocess_monitor_thread_interval)
         while True:
@@ -271,7 +273,7 @@ class Job:
 
     # ---- the next one
 
-    def begin_again(self, failure: Failure) -> None:
+    def begin_again(self, failure: RankFailure) -> None:
         """Meet the others and take places. Raises the failure's error where it was the last beginning."""
         settings = self._settings
         patience = Patience(settings.inprocess_barrier_timeout, settings.inprocess_last_call_wait)
@@ -298,7 +300,7 @@ class Job:
         if self._own == self._present[0]:
             self._tell(former)
 
-    def _find_problem(self, conditions: dict[int, Condition], chosen: list[int] | None) -> str | None:
+    def _find_problem(self, conditions: dict[int, SurvivorState], chosen: list[int] | None) -> str | None:
         """Return why there is no next beginning; the same on all processes."""
         done = max(condition.iteration for condition in conditions.values())
         self._futile = 1 if done > self._highest_iteration else self._futile + 1

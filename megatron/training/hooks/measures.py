@@ -25,7 +25,7 @@ from megatron.core.transformer.sparse_attention import SparseCore
 from megatron.planner.throughput import build_yardstick
 from megatron.training.config.container import RunConfig
 from megatron.training.data.planned_batches import StepPlan
-from megatron.training.metrics import Row
+from megatron.training.metrics import MetricsRow
 from megatron.training.recipes.attention_logits import AttentionLogits
 from megatron.training.run import Hook, HookContext, Phase, Run, StepResult
 
@@ -101,7 +101,7 @@ class StepHook(Hook):
                 text=lambda used: f"device memory used (MB): {used / 2**20:.0f}",
             )  # fmt: skip
 
-    def on_metrics(self, run: Run, rows: Sequence[Row]) -> None:
+    def on_metrics(self, run: Run, rows: Sequence[MetricsRow]) -> None:
         """Count iterations whose loss was not a number."""
         run.progress.nan_iterations += sum(row.has_nan for row in rows)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 from megatron.training.hooks.progress_lines import format_duration
-from megatron.training.metrics import Row
+from megatron.training.metrics import MetricsRow
 
 # Rewriting the line costs a system call, which a step of a tiny model would feel.
 _REDRAW_SECONDS = 0.1
@@ -60,7 +60,7 @@ class ProgressBar:
         if time.monotonic() - self._drawn_at > _REDRAW_SECONDS or self.iteration == self.target:
             self.redraw()
 
-    def show_row(self, row: Row) -> None:
+    def show_row(self, row: MetricsRow) -> None:
         """Show this step's values from now on: its losses."""
         self.show(row.losses)
 

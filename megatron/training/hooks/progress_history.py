@@ -23,7 +23,7 @@ _TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 
 
 # Throughput is floating-point operations over wall time between two such points.
-class Start(NamedTuple):
+class JobStart(NamedTuple):
     """The moment (seconds since the epoch) and the operations so far when jobs with this many GPUs began."""
 
     seconds: float
@@ -37,7 +37,7 @@ class ProgressHistoryHook(Hook):
 
     def __init__(self, directory: str) -> None:
         self.path = Path(directory) / FILE_NAME
-        self._started = Start(0.0, 0.0)
+        self._started = JobStart(0.0, 0.0)
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> ProgressHistoryHook | None:
@@ -47,7 +47,7 @@ class ProgressHistoryHook(Hook):
 
     def on_train_start(self, run: Run) -> None:
         """Append the line of a job that starts."""
-        self._started = Start(time.time(), self._flops(run, run.progress))
+        self._started = JobStart(time.time(), self._flops(run, run.progress))
         self._append(run, f"Starting job\tIteration: {run.progress.iteration}\tFloating-point operations: "
                           f"{self._started.flops:.6e}")  # fmt: skip
 
@@ -56,7 +56,7 @@ class ProgressHistoryHook(Hook):
         if not run.is_first_rank:
             return
         saved = run.saved_progress or run.progress
-        now = Start(time.time(), self._flops(run, saved))
+        now = JobStart(time.time(), self._flops(run, saved))
         gpus = run.groups.world.size()
         job = _compute_teraflops(self._started, now, gpus)
         all_jobs = _compute_teraflops(
@@ -78,7 +78,7 @@ class ProgressHistoryHook(Hook):
         append_lines(self.path, [f"{moment}\t# GPUs: {run.groups.world.size()}\t{text}"])
 
 
-def find_first_start(text: str, gpus: int) -> Start | None:
+def find_first_start(text: str, gpus: int) -> JobStart | None:
     """The first start since the number of GPUs became what it is; None where no line says so."""
     found = None
     for line in text.splitlines():
@@ -91,9 +91,9 @@ def find_first_start(text: str, gpus: int) -> Start | None:
             found = None
         elif found is None:
             moment = datetime.strptime(columns[0], _TIME_FORMAT).timestamp()
-            found = Start(moment, float(columns[4].partition(": ")[2]))
+            found = JobStart(moment, float(columns[4].partition(": ")[2]))
     return found
 
 
-def _compute_teraflops(start: Start, now: Start, gpus: int) -> float:
+def _compute_teraflops(start: JobStart, now: JobStart, gpus: int) -> float:
     return (now.flops - start.flops) / max(now.seconds - start.seconds, 1e-3) / gpus / 1e12

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron.training.metrics import Row, Shown, reduce_values
+from megatron.training.metrics import MetricsRow, Shown, reduce_values
 from megatron.training.run import Evaluation
 
 MOST_COLUMNS = 120
@@ -42,7 +42,7 @@ class Interval:
     values: dict[str, list[float | None]] = field(default_factory=dict)
     """Of all metrics, those of each step."""
 
-    def add(self, row: Row) -> None:
+    def add(self, row: MetricsRow) -> None:
         """Count one step. A skipped or NaN step has no part in the mean loss."""
         elapsed_seconds = row["iteration_time_seconds"]
         self.steps += 1
@@ -76,7 +76,7 @@ class Interval:
             if value is not None:
                 yield text(value)
 
-    def scale_rate(self, row: Row, name: str) -> float | None:
+    def scale_rate(self, row: MetricsRow, name: str) -> float | None:
         """A rate of the interval's last step as that of its mean step; None where it is not known."""
         value = row.values.get(name)
         return None if value is None else value * row["iteration_time_seconds"] * self.steps / self.elapsed_seconds
@@ -118,7 +118,7 @@ class Pace:
         if self._measured_from is None:
             self._measured_from = time.monotonic()
 
-    def add(self, row: Row) -> None:
+    def add(self, row: MetricsRow) -> None:
         """Count a step whose values have been read."""
         step = (row["iteration_time_seconds"], row["global_batch_size"])
         if self._first is None:
@@ -162,7 +162,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_progress_line(
-    row: Row, interval: Interval, target_iterations: int, clock: Clock, texts: Sequence[str] = ()
+    row: MetricsRow, interval: Interval, target_iterations: int, clock: Clock, texts: Sequence[str] = ()
 ) -> str:
     """One line in upstream's wording: means over the interval for loss and time, the last step for the rest.
 
@@ -239,7 +239,7 @@ class Field(NamedTuple):
 
 
 def format_short_line(
-    row: Row,
+    row: MetricsRow,
     interval: Interval,
     target_iterations: int,
     clock: Clock,
@@ -280,7 +280,7 @@ def format_short_line(
     return "\n".join(row.rstrip() for row in rows)
 
 
-def _describe_what_is_unusual(row: Row, interval: Interval) -> Iterator[str]:
+def _describe_what_is_unusual(row: MetricsRow, interval: Interval) -> Iterator[str]:
     if interval.skipped:
         yield f"skipped iterations {interval.skipped}"
     if interval.nan:

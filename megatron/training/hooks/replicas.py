@@ -73,7 +73,7 @@ class WeightHashHook(Hook):
 # ---- who holds what
 
 
-class _Held(NamedTuple):
+class _ReplicaSlice(NamedTuple):
     """A parameter, or the slice of it that this process holds."""
 
     key: Key
@@ -82,7 +82,7 @@ class _Held(NamedTuple):
     """Names of the groups of which all members hold the same."""
 
 
-def _list_held(chunks: Sequence[ModelChunk]) -> Iterator[_Held]:
+def _list_held(chunks: Sequence[ModelChunk]) -> Iterator[_ReplicaSlice]:
     """Everything this process holds, parameters without gradient included."""
     for chunk in chunks:
         # With --overlap-param-gather the gather of the last update may still be under way.
@@ -99,7 +99,7 @@ def _list_held(chunks: Sequence[ModelChunk]) -> Iterator[_Held]:
                 groups.append(shared_by[0])
             # Copies of tied embeddings on other stages.
             groups += [axis for axis in placement.partial_grad_axes if axis in ("embd", "pos_embd")]
-            yield _Held((placement.name, placement.index, start or 0), values, groups)
+            yield _ReplicaSlice((placement.name, placement.index, start or 0), values, groups)
 
 
 def _find_groups(chunks: Sequence[ModelChunk], groups: ProcessGroupCollection) -> dict[str, Group]:

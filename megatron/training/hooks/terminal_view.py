@@ -11,7 +11,7 @@ from typing import Any
 from megatron.core.optional_deps import require
 from megatron.training.hooks.progress_bar import ProgressBar
 from megatron.training.hooks.progress_lines import format_duration
-from megatron.training.metrics import Row
+from megatron.training.metrics import MetricsRow
 
 NEEDED_BY = "--progress-line rich"
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -33,7 +33,7 @@ class RichView(ProgressBar):
         live, console_module = (require(f"rich.{name}", needed_by=NEEDED_BY) for name in ("live", "console"))
         console = console or console_module.Console()
         self._live = live.Live(console=console, auto_refresh=False, transient=True)
-        self._row: Row | None = None
+        self._row: MetricsRow | None = None
         self._losses: deque[float] = deque(maxlen=_CURVE)
 
     def make_room(self) -> None:
@@ -44,7 +44,7 @@ class RichView(ProgressBar):
         """Erase the view for good, and give the streams back."""
         self._live.stop()
 
-    def show_row(self, row: Row) -> None:
+    def show_row(self, row: MetricsRow) -> None:
         """Show these values from now on."""
         self._row = row
         self._losses += list(row.losses.values())[:1]

@@ -27,7 +27,7 @@ from megatron.core.line_files import append_lines, read_rows
 from megatron.training.config.container import RunConfig
 from megatron.training.config.logging import LoggerConfig
 from megatron.training.hooks.progress_lines import compute_perplexity
-from megatron.training.metrics import Row
+from megatron.training.metrics import MetricsRow
 from megatron.training.run import Evaluation, Hook, HookContext, Phase, Run
 
 # Read by examples/quickstart/report.py and by users' scripts: names in it are an interface.
@@ -48,7 +48,7 @@ class MetricsFileHook(Hook):
         self._lock: DirectoryLock | None = None
         self._written = 0
         """The last iteration that has a line."""
-        self._unwritten: Sequence[Row] = ()
+        self._unwritten: Sequence[MetricsRow] = ()
         """On another rank than the first, the rows that it was given last."""
 
     @classmethod
@@ -71,7 +71,7 @@ class MetricsFileHook(Hook):
             self._written = run.progress.iteration
             self.file.open(self._written)
 
-    def on_metrics(self, run: Run, rows: Sequence[Row]) -> None:
+    def on_metrics(self, run: Run, rows: Sequence[MetricsRow]) -> None:
         """Write a line for each iteration."""
         if run.is_first_rank and rows:
             self._written = rows[-1].iteration
@@ -105,7 +105,7 @@ class MetricsFileHook(Hook):
         if self._lock is not None:
             self._lock.release()
 
-    def _write_rows(self, rows: Iterable[Row]) -> None:
+    def _write_rows(self, rows: Iterable[MetricsRow]) -> None:
         self._write(*({"iteration": row.iteration, **row.values} for row in rows))
 
     def _write(self, *rows: dict[str, Any]) -> None:
@@ -213,7 +213,7 @@ CURVE_NAMES = {
 """Numbers of every step -> the curve's name; None: there is no such curve. Other metrics keep their names."""
 
 
-def build_row_points(row: Row, config: LoggerConfig, world_size: int) -> dict[str, float]:
+def build_row_points(row: MetricsRow, config: LoggerConfig, world_size: int) -> dict[str, float]:
     """The points of one iteration, by curve: the numbers of the step at every --tensorboard-log-interval, and what else
     was measured in this iteration whenever it was."""
     wanted = {"learning-rate", "batch-size", "grad-norm", "params-norm", "num-zeros"}
@@ -281,7 +281,7 @@ class TensorBoardHook(Hook):
                     "give a writable directory"
                 ) from error
 
-    def on_metrics(self, run: Run, rows: Sequence[Row]) -> None:
+    def on_metrics(self, run: Run, rows: Sequence[MetricsRow]) -> None:
         """Write the points of each iteration."""
         if run.tensorboard_writer is not None:
             world_size = run.groups.world.size()
@@ -368,7 +368,7 @@ class WandbHook(Hook):
                 "log in, or set WANDB_MODE=offline in the environment"
             ) from error
 
-    def on_metrics(self, run: Run, rows: Sequence[Row]) -> None:
+    def on_metrics(self, run: Run, rows: Sequence[MetricsRow]) -> None:
         """Write the points of each iteration."""
         for row in rows if self.writer is not None else ():
             points = build_row_points(row, self.config, run.groups.world.size())

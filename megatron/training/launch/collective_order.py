@@ -11,11 +11,11 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.training.launch.dry_recorder import Call
+from megatron.training.launch.dry_recorder import RecordedCall
 
 
 @dataclass(frozen=True)
-class Deadlock:
+class CollectiveDeadlock:
     """Ranks that would hang, or exchange the wrong sizes."""
 
     ranks: tuple[int, ...]
@@ -24,7 +24,7 @@ class Deadlock:
     sentence: str
 
 
-def find_deadlock(calls: Mapping[int, Sequence[Call]]) -> Deadlock | None:
+def find_deadlock(calls: Mapping[int, Sequence[RecordedCall]]) -> CollectiveDeadlock | None:
     """The first disagreement among ranks. calls: rank -> what it calls, in order; ranks may be left out, as long as
     those that are there stand for them."""
     found = [*_compare_groups(calls), *_compare_transfers(calls)]
@@ -33,9 +33,9 @@ def find_deadlock(calls: Mapping[int, Sequence[Call]]) -> Deadlock | None:
     return _play(calls)
 
 
-def _compare_groups(calls: Mapping[int, Sequence[Call]]) -> list[tuple[int, Deadlock]]:
+def _compare_groups(calls: Mapping[int, Sequence[RecordedCall]]) -> list[tuple[int, CollectiveDeadlock]]:
     """For each group whose members differ: the position of the first difference, and who differs."""
-    by_group: dict[tuple[int, ...], dict[int, list[tuple[int, Call]]]] = defaultdict(dict)
+    by_group: dict[tuple[int, ...], dict[int, list[tuple[int, RecordedCall]]]] = defaultdict(dict)
     for rank, sequence in calls.items():
         for position, call in enumerate(sequence):
             if not call.is_transfer:
@@ -62,8 +62,8 @@ def _compare_groups(calls: Mapping[int, Sequence[Call]]) -> list[tuple[int, Dead
 
 
 def _tell(
-    group: tuple[int, ...], number: int, at: Mapping[int, tuple[int, Call] | None], odd: tuple[int, ...]
-) -> Deadlock:
+    group: tuple[int, ...], number: int, at: Mapping[int, tuple[int, RecordedCall] | None], odd: tuple[int, ...]
+) -> CollectiveDeadlock:
     said = []
     for rank, entry in at.items():
         call = None if entry is None else entry[1]
@@ -74,12 +74,14 @@ def _tell(
     shown = [text for rank, text in zip(at, said, strict=True) if rank in told]
     whom = f"rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))}"
     sentence = f"{whom}: the group of ranks {format_ranks(group)} hangs in its call {number + 1}: {'; '.join(shown)}"
-    return Deadlock(odd, group, sentence)
+    return CollectiveDeadlock(odd, group, sentence)
 
 
-def _compare_transfers(calls: Mapping[int, Sequence[Call]]) -> list[tuple[int, Deadlock]]:
+def _compare_transfers(calls: Mapping[int, Sequence[RecordedCall]]) -> list[tuple[int, CollectiveDeadlock]]:
     """For each pair whose sends and receives differ, the same."""
-    sides: dict[tuple[int, ...], dict[str, list[tuple[int, Call]]]] = defaultdict(lambda: {"send": [], "recv": []})
+    sides: dict[tuple[int, ...], dict[str, list[tuple[int, RecordedCall]]]] = defaultdict(
+        lambda: {"send": [], "recv": []}
+    )
     for sequence in calls.values():
         for position, call in enumerate(sequence):
             if call.is_transfer:
@@ -101,7 +103,7 @@ def _compare_transfers(calls: Mapping[int, Sequence[Call]]) -> list[tuple[int, D
     return found
 
 
-def _choose(found: Sequence[tuple[int, Deadlock]]) -> Deadlock:
+def _choose(found: Sequence[tuple[int, CollectiveDeadlock]]) -> CollectiveDeadlock:
     """The disagreement that a reader should see. A rank that is part of all of them is who caused them: one that calls
     over the wrong group makes two groups hang."""
     common = set.intersection(*({*one.ranks, *one.group} for _, one in found))
@@ -110,7 +112,7 @@ def _choose(found: Sequence[tuple[int, Deadlock]]) -> Deadlock:
     return first
 
 
-def _play(calls: Mapping[int, Sequence[Call]]) -> Deadlock | None:
+def _play(calls: Mapping[int, Sequence[RecordedCall]]) -> CollectiveDeadlock | None:
     """Make all calls, each when all its members are there; what is left when nobody gets further hangs."""
     collectives = {rank: [call for call in sequence if not call.is_transfer] for rank, sequence in calls.items()}
     at = dict.fromkeys(calls, 0)
@@ -140,7 +142,9 @@ def _play(calls: Mapping[int, Sequence[Call]]) -> Deadlock | None:
         f"rank {one} waits in {call.op} over ranks {format_ranks(call.ranks)} ({call.place})"
         for one, call in list(waiting.items())[:4]
     )
-    return Deadlock((rank,), waiting[rank].ranks, f"rank {rank} calls over its groups in another order: {said}")
+    return CollectiveDeadlock(
+        (rank,), waiting[rank].ranks, f"rank {rank} calls over its groups in another order: {said}"
+    )
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

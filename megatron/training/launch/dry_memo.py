@@ -32,7 +32,7 @@ class _Spec(NamedTuple):
     device: torch.device = torch.device("cpu")
 
 
-class _Entry(NamedTuple):
+class _MemoEntry(NamedTuple):
     form: type | None
     """list or tuple of results; None for one alone."""
     results: list[_Spec | None]
@@ -43,7 +43,7 @@ class OperationMemo:
     """Remembers results. The caller works out what is not known, and tells it."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], _Entry] = {}
+        self._known: dict[tuple[Any, ...], _MemoEntry] = {}
         self._unfit: set[Any] = set()
         self._fields: dict[torch.device, dict[str, Any]] = {}
         """Device -> attributes of a fake tensor that nothing is known of."""
@@ -75,7 +75,7 @@ class OperationMemo:
         if unclear or form not in (None, list, tuple) or torch.Tag.inplace_view in func.tags or _name(func) in _RESHAPE:
             self._unfit.add(func)
             return
-        self._known[key] = _Entry(form, specs, flops)
+        self._known[key] = _MemoEntry(form, specs, flops)
 
     def _make(self, spec: _Spec, tensors: Sequence[FakeTensor]) -> FakeTensor:
         if spec.is_operand:

@@ -53,7 +53,7 @@ _ATTENTION = {
 """Torch counts the products of the attention kernels of GPUs; these are the same on the CPU."""
 
 
-class Call(NamedTuple):
+class RecordedCall(NamedTuple):
     """A collective, or one side of a transfer."""
 
     op: str
@@ -81,7 +81,7 @@ class DryRecorder(TorchDispatchMode):
         self.answer = answer
         self.live_bytes = self.peak_bytes = 0
         self.flops = self.kernels = 0
-        self.calls: list[Call] = []
+        self.calls: list[RecordedCall] = []
         self._live: dict[int, int] = {}
         self._memo = memo or OperationMemo()
         self._handles: dict[Any, Any] = {}
@@ -138,7 +138,7 @@ class DryRecorder(TorchDispatchMode):
 
     def note(self, op: str, ranks: tuple[int, ...], size: int) -> None:
         """A communication of these ranks begins."""
-        self.calls.append(Call(op, ranks, size, find_place()))
+        self.calls.append(RecordedCall(op, ranks, size, find_place()))
 
     def _note_collective(self, name: str, args: Any, kwargs: Any) -> None:
         leaves = tree_leaves((args, kwargs))

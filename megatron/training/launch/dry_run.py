@@ -36,9 +36,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.planner.step_time import shorten
 from megatron.training.config.container import RunConfig
 from megatron.training.config.gpu_needs import replace_gpu_settings
-from megatron.training.launch.collective_order import Deadlock, find_deadlock
+from megatron.training.launch.collective_order import CollectiveDeadlock, find_deadlock
 from megatron.training.launch.dry_memo import OperationMemo
-from megatron.training.launch.dry_recorder import Call, DryRecorder, ready
+from megatron.training.launch.dry_recorder import DryRecorder, RecordedCall, ready
 from megatron.training.launch.initialize import Process, build_rank_grid, set_seeds
 from megatron.training.launch.launch import Launch
 from megatron.training.recipes.recipe import Recipe
@@ -50,7 +50,7 @@ Build = Callable[[RunConfig, Process, Recipe, Sequence[Hook]], Run]
 """From settings to the parts of a run."""
 
 
-class Place(NamedTuple):
+class PretendedRank(NamedTuple):
     """A rank among the processes of a job."""
 
     grid: RankGrid
@@ -70,7 +70,7 @@ class RankReport:
     """Of products and attention, in all microbatches of the step."""
     kernels: int
     """Operations that would be launched, in the microbatches that were run."""
-    calls: list[Call]
+    calls: list[RecordedCall]
 
 
 def dry_run(config: RunConfig, recipe: Recipe, build: Build) -> int:
@@ -88,7 +88,7 @@ def dry_run(config: RunConfig, recipe: Recipe, build: Build) -> int:
     memo = OperationMemo()
     began_at = told_at = time.monotonic()
     for rank in ranks:
-        reports.append(run_rank(config, recipe, build, Place(grid, rank, memo), whole / ran))
+        reports.append(run_rank(config, recipe, build, PretendedRank(grid, rank, memo), whole / ran))
         if time.monotonic() - told_at > _SLOW_SECONDS:
             told_at = time.monotonic()
             left = (told_at - began_at) / len(reports) * (len(ranks) - len(reports))
@@ -122,7 +122,7 @@ def choose_ranks(grid: RankGrid) -> list[int]:
     return sorted(chosen)
 
 
-def run_rank(config: RunConfig, recipe: Recipe, build: Build, place: Place, scale: float) -> RankReport:
+def run_rank(config: RunConfig, recipe: Recipe, build: Build, place: PretendedRank, scale: float) -> RankReport:
     """One step as this rank, whose partners are imagined. scale: microbatches of the run's step for each that runs."""
     grid, rank, memo = place
     world_size = grid.world_size
@@ -184,7 +184,7 @@ def share_evenly(config: RunConfig, tensor: Tensor) -> Any:
 
 
 def describe(
-    reports: Sequence[RankReport], world_size: int, ran: int, whole: int, deadlock: Deadlock | None
+    reports: Sequence[RankReport], world_size: int, ran: int, whole: int, deadlock: CollectiveDeadlock | None
 ) -> list[str]:
     """The dry run in a few lines."""
     fullest = max(reports, key=lambda report: report.peak_bytes)
@@ -205,7 +205,7 @@ def describe(
 
 
 def build_document(
-    reports: Sequence[RankReport], world_size: int, ran: int, whole: int, deadlock: Deadlock | None
+    reports: Sequence[RankReport], world_size: int, ran: int, whole: int, deadlock: CollectiveDeadlock | None
 ) -> dict[str, Any]:
     """Build what --dry-run-json has."""
     ranks = []

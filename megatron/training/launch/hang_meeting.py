@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron.training.launch.hang_verdict import RankState, Verdict, judge
+from megatron.training.launch.hang_verdict import HangVerdict, RankState, judge
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -32,7 +32,7 @@ _ANSWER_SECONDS = 10.0
 class Judgement(NamedTuple):
     """Result of a meeting."""
 
-    verdict: Verdict | None
+    verdict: HangVerdict | None
     """None where another host has it."""
     states: list[RankState]
     """Facts that the verdict rests on."""

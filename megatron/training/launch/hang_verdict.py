@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.errors import format_bytes
-from megatron.core.progress_record import OUTSIDE, SAVE, STEP, Call, Snapshot
+from megatron.core.progress_record import OUTSIDE, SAVE, STEP, LastCollective, ProgressSnapshot
 
 _SEND = "send"
 """Counted by the sender alone, so that the number says nothing of the receiver."""
@@ -32,7 +32,7 @@ class RankState:
     has_ended: bool
     silent_seconds: float
     """Since its last note."""
-    record: Snapshot
+    record: ProgressSnapshot
 
     @property
     def rank(self) -> int:
@@ -40,7 +40,7 @@ class RankState:
         return self.record.rank
 
     @property
-    def last_call(self) -> Call | None:
+    def last_call(self) -> LastCollective | None:
         """The collective that it entered last; None before the first."""
         return self.record.calls[0] if self.record.calls else None
 
@@ -65,12 +65,12 @@ class RankState:
     def from_json(cls, values: dict[str, Any]) -> RankState:
         """The inverse of `to_json`."""
         record = values["record"]
-        calls = tuple(Call(**{**call, "ranks": tuple(call["ranks"])}) for call in record["calls"])
-        return cls(**{**values, "record": Snapshot(**{**record, "calls": calls})})
+        calls = tuple(LastCollective(**{**call, "ranks": tuple(call["ranks"])}) for call in record["calls"])
+        return cls(**{**values, "record": ProgressSnapshot(**{**record, "calls": calls})})
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HangVerdict:
     """Findings on what a hung job waits for."""
 
     culprits: tuple[int, ...]
@@ -78,7 +78,7 @@ class Verdict:
     sentence: str
 
 
-def judge(states: Sequence[RankState], world_size: int) -> Verdict:
+def judge(states: Sequence[RankState], world_size: int) -> HangVerdict:
     """Name the culprits. states: of the ranks whose watchers answered, in any order; at least one."""
     states = sorted(states, key=lambda state: state.rank)
     for found, what in (
@@ -90,13 +90,13 @@ def judge(states: Sequence[RankState], world_size: int) -> Verdict:
     missing = [rank for rank in range(world_size) if rank not in {state.rank for state in states}]
     if missing:
         be, them = ("is", "its") if len(missing) == 1 else ("are", "their")
-        return Verdict(
+        return HangVerdict(
             tuple(missing), f"{_name_ranks(missing)} {be} not heard of: {them} host, or the network to it, is gone"
         )
     return _find_absent(states) or _find_other_collective(states) or _find_first_silent(states)
 
 
-def _find_absent(states: Sequence[RankState]) -> Verdict | None:
+def _find_absent(states: Sequence[RankState]) -> HangVerdict | None:
     by_rank = {state.rank: state for state in states}
     waits_for: dict[int, list[int]] = {}
     for state in states:
@@ -115,7 +115,7 @@ def _find_absent(states: Sequence[RankState]) -> Verdict | None:
     return _accuse(found, f"{have} not entered {_say_call(call)} {_place(found[0])}", waiting)
 
 
-def _find_other_order(by_rank: Mapping[int, RankState], wanted: Counter[int]) -> Verdict:
+def _find_other_order(by_rank: Mapping[int, RankState], wanted: Counter[int]) -> HangVerdict:
     """Find the ranks that most others wait for, where all wait for each other in a circle."""
     most = max(wanted.values())
     found = [by_rank[rank] for rank in sorted(wanted) if wanted[rank] == most]
@@ -130,9 +130,9 @@ def _find_other_order(by_rank: Mapping[int, RankState], wanted: Counter[int]) ->
     return _accuse(found, f"{text}: {whose} groups come in another order", others)
 
 
-def _find_other_collective(states: Sequence[RankState]) -> Verdict | None:
+def _find_other_collective(states: Sequence[RankState]) -> HangVerdict | None:
     """Find members of one group that have entered as many collectives there, the last of them another one."""
-    by_group: dict[tuple[str, tuple[int, ...], int], list[tuple[RankState, Call]]] = {}
+    by_group: dict[tuple[str, tuple[int, ...], int], list[tuple[RankState, LastCollective]]] = {}
     for state in states:
         for call in state.record.calls:
             if call.kind != _SEND and call.ranks:
@@ -152,10 +152,10 @@ def _find_other_collective(states: Sequence[RankState]) -> Verdict | None:
     return None
 
 
-def _find_first_silent(states: Sequence[RankState]) -> Verdict:
+def _find_first_silent(states: Sequence[RankState]) -> HangVerdict:
     if all(state.record.phase == SAVE for state in states):
         place = f"in the save of iteration {states[0].record.iteration}"
-        return Verdict((), f"all ranks are silent {place}: the network or the disk does not answer")
+        return HangVerdict((), f"all ranks are silent {place}: the network or the disk does not answer")
     inside = [state for state in states if state.record.phase in (STEP, SAVE)]
     if not inside or len(inside) < len(states):
         found = [state for state in states if state.record.phase == OUTSIDE] or list(states)
@@ -166,10 +166,10 @@ def _find_first_silent(states: Sequence[RankState]) -> Verdict:
         return _accuse(found, f"{'is' if len(found) == 1 else 'are'} behind all others: {_place(found[0])}", states)
     call = states[0].last_call
     where = "before the first collective" if call is None else f"after entering {_say_call(call)}"
-    return Verdict((), f"all ranks are silent {where}, and none is behind: the network or a device does not answer")
+    return HangVerdict((), f"all ranks are silent {where}, and none is behind: the network or a device does not answer")
 
 
-def _accuse(found: Sequence[RankState], what: str, others: Sequence[RankState]) -> Verdict:
+def _accuse(found: Sequence[RankState], what: str, others: Sequence[RankState]) -> HangVerdict:
     names = ", ".join(f"rank {s.rank} ({s.host}, process {s.record.process})" for s in found[:8])
     more = f" and {len(found) - 8} more" if len(found) > 8 else ""
     waiting = next((s for s in others if s not in found and s.last_call is not None), None)
@@ -178,10 +178,10 @@ def _accuse(found: Sequence[RankState], what: str, others: Sequence[RankState]) 
     if waiting is not None and waiting.last_call is not None:
         wait = "waits" if len(still) == 1 else "wait"
         text += f"; {_name_ranks(still)} {wait}, rank {waiting.rank} in {_say_call(waiting.last_call)}"
-    return Verdict(tuple(s.rank for s in found), text)
+    return HangVerdict(tuple(s.rank for s in found), text)
 
 
-def _count(state: RankState, call: Call) -> int:
+def _count(state: RankState, call: LastCollective) -> int:
     """Return how many collectives a rank has entered in the group of `call`."""
     return next((other.number for other in state.record.calls if other.group == call.group), 0)
 
@@ -191,7 +191,7 @@ def _place(state: RankState) -> str:
     return f"in iteration {state.record.iteration}{microbatch}"
 
 
-def _say_call(call: Call) -> str:
+def _say_call(call: LastCollective) -> str:
     return f"{call.kind} number {call.number} of group {call.axis} ({format_bytes(call.tensor_bytes)})"
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from megatron.core.errors import say
 from megatron.core.progress_record import ALARM, ENDED, SAVE, STEP, VERDICT, ProgressRecord
 from megatron.training.launch.hang_meeting import Judgement, Meeting
-from megatron.training.launch.hang_verdict import RankState, Verdict, judge
+from megatron.training.launch.hang_verdict import HangVerdict, RankState, judge
 
 RECORD = "rank_*.progress"
 STACK_SIGNAL = signal.SIGRTMIN + 7
@@ -205,7 +205,7 @@ class Watcher:
                 texts.append(f"Flight recorder of rank {rank}\n{calls}")
         return "\n\n".join(texts)
 
-    def _write_report(self, verdict: Verdict | None, states: Iterable[RankState], stacks: str) -> str:
+    def _write_report(self, verdict: HangVerdict | None, states: Iterable[RankState], stacks: str) -> str:
         """Write the report where there is a verdict; return the sentence for the ranks of this host."""
         if verdict is None:
             return "the job makes no progress; another host's log names the rank that it waits for"
@@ -220,7 +220,7 @@ class Watcher:
             + ("it begins again without those that cannot" if self._rejoin_seconds else "start again")
         )
 
-    def _end_ranks(self, verdict: Verdict | None, sentence: str) -> None:
+    def _end_ranks(self, verdict: HangVerdict | None, sentence: str) -> None:
         with contextlib.suppress(OSError):
             (self._directory / VERDICT_FILE).write_text(sentence)
         if verdict is not None:

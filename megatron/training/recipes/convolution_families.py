@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron.training.recipes.family import Family, LayerLetters, Row, Setting
+from megatron.training.recipes.family import ConfigKey, Family, LayerLetters, Row
 from megatron.training.recipes.family_defaults import Fields, size, without
 from megatron.training.recipes.family_rows import (
     LLAMA_ROWS,
@@ -62,9 +62,9 @@ def _complete_lfm2(fields: Fields) -> Fields:
 
 
 _SETTINGS = (
-    UNTIED, Setting("norm_eps", "--norm-epsilon", default=1e-5), ROTARY_BASE, HEAD_WIDTH,
-    Setting("conv_bias", "--short-conv-bias", "switch", default=False),
-    Setting("conv_L_cache", "--short-conv-kernel-dim", default=3),
+    UNTIED, ConfigKey("norm_eps", "--norm-epsilon", default=1e-5), ROTARY_BASE, HEAD_WIDTH,
+    ConfigKey("conv_bias", "--short-conv-bias", "switch", default=False),
+    ConfigKey("conv_L_cache", "--short-conv-kernel-dim", default=3),
 )  # fmt: skip
 _LETTERS = {"conv": "L", "full_attention": "*"}
 _ROWS = {
@@ -115,9 +115,9 @@ CONVOLUTION_FAMILIES: tuple[Family, ...] = (
         settings=(
             *_SETTINGS,
             *with_experts(
-                Setting("num_experts", "--num-experts"), TOP_K, EXPERT_WIDTH,
-                Setting("routed_scaling_factor", "--moe-router-topk-scaling-factor", default=1.0),
-                Setting("use_expert_bias", "--moe-router-enable-expert-bias", "switch", default=False),
+                ConfigKey("num_experts", "--num-experts"), TOP_K, EXPERT_WIDTH,
+                ConfigKey("routed_scaling_factor", "--moe-router-topk-scaling-factor", default=1.0),
+                ConfigKey("use_expert_bias", "--moe-router-enable-expert-bias", "switch", default=False),
             ),
         ),
         rows=in_pairs(_ROWS | _EXPERT_ROWS),

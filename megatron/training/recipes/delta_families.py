@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from megatron.core.errors import ConfigError
-from megatron.training.recipes.family import Family, LayerLetters, Row, Setting
+from megatron.training.recipes.family import ConfigKey, Family, LayerLetters, Row
 from megatron.training.recipes.family_defaults import Fields, complete_latent, list_layers, size, without
 from megatron.training.recipes.family_rows import (
     EXPERT_BIAS,
@@ -159,8 +159,8 @@ DELTA_FAMILIES: tuple[Family, ...] = (
         flags=f"{LLAMA_FLAGS} --qk-layernorm --qk-norm-scope all --linear-norm-epsilon 1e-5",
         sizes=SIZES,
         settings=(
-            *USUAL, *DELTA, Setting("linear_allow_neg_eigval", "--linear-allow-neg-eigval", "switch", default=False),
-            Setting("layer_types", "--output-norm-freq", "full layers"),
+            *USUAL, *DELTA, ConfigKey("linear_allow_neg_eigval", "--linear-allow-neg-eigval", "switch", default=False),
+            ConfigKey("layer_types", "--output-norm-freq", "full layers"),
         ),
         rows=in_pairs(_OLMO_HYBRID_ROWS),
         rotary_field="rope_parameters",
@@ -184,16 +184,17 @@ DELTA_FAMILIES: tuple[Family, ...] = (
         settings=(
             NORM_EPSILON, *LATENT, *list_router_flags("num_local_experts"),
             *with_experts(
-                Setting("num_local_experts", "--num-experts"), TOP_K, EXPERT_WIDTH,
-                Setting("n_shared_experts*moe_intermediate_size", "--moe-shared-expert-intermediate-size"),
-                Setting("routed_scaling_factor", "--moe-router-topk-scaling-factor", default=1.0),
+                ConfigKey("num_local_experts", "--num-experts"), TOP_K, EXPERT_WIDTH,
+                ConfigKey("n_shared_experts*moe_intermediate_size", "--moe-shared-expert-intermediate-size"),
+                ConfigKey("routed_scaling_factor", "--moe-router-topk-scaling-factor", default=1.0),
                 *EXPERT_GROUPS, TWO_BEST,
             ),
-            Setting("linear_num_heads", "--linear-num-key-heads"),
-            Setting("linear_num_heads", "--linear-num-value-heads"),
-            Setting("linear_head_dim", "--linear-key-head-dim"), Setting("linear_head_dim", "--linear-value-head-dim"),
-            Setting("linear_head_dim", "--linear-gate-rank"),
-            Setting("linear_conv_kernel_dim", "--linear-conv-kernel-dim"),
+            ConfigKey("linear_num_heads", "--linear-num-key-heads"),
+            ConfigKey("linear_num_heads", "--linear-num-value-heads"),
+            ConfigKey("linear_head_dim", "--linear-key-head-dim"),
+            ConfigKey("linear_head_dim", "--linear-value-head-dim"),
+            ConfigKey("linear_head_dim", "--linear-gate-rank"),
+            ConfigKey("linear_conv_kernel_dim", "--linear-conv-kernel-dim"),
         ),
         rows=in_pairs(_KIMI_ROWS),
         is_rotary=False,

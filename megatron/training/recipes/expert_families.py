@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from megatron.core.errors import ConfigError
-from megatron.training.recipes.family import Family, Row, Setting
+from megatron.training.recipes.family import ConfigKey, Family, Row
 from megatron.training.recipes.family_defaults import Fields, complete_latent, fill_layers, list_layers, size, without
 from megatron.training.recipes.family_rows import (
     BIASED_ATTENTION,
@@ -186,15 +186,15 @@ def _complete_mistral4(fields: Fields) -> Fields:
 
 
 _SIGMOID = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
-_EXPERTS_BY_WORD = Setting("mlp_layer_types", "--moe-layer-freq", "layers with experts", word="sparse")
+_EXPERTS_BY_WORD = ConfigKey("mlp_layer_types", "--moe-layer-freq", "layers with experts", word="sparse")
 
 
-def _list_experts(scaling: str = "routed_scaling_factor") -> tuple[Setting, ...]:
+def _list_experts(scaling: str = "routed_scaling_factor") -> tuple[ConfigKey, ...]:
     """Fields of routed and shared experts; scaling: the name of the factor on the routed ones."""
     return (
-        Setting("num_experts", "--num-experts"), TOP_K, EXPERT_WIDTH,
-        Setting("num_shared_experts*moe_intermediate_size", "--moe-shared-expert-intermediate-size"),
-        Setting(scaling, "--moe-router-topk-scaling-factor", default=1.0),
+        ConfigKey("num_experts", "--num-experts"), TOP_K, EXPERT_WIDTH,
+        ConfigKey("num_shared_experts*moe_intermediate_size", "--moe-shared-expert-intermediate-size"),
+        ConfigKey(scaling, "--moe-router-topk-scaling-factor", default=1.0),
     )  # fmt: skip
 
 
@@ -206,7 +206,7 @@ _GRANITE_ROWS = BIASED_ATTENTION | rename_rows(
      "mlp.shared_experts.linear_fc2": "shared_mlp.output_linear"},
 )  # fmt: skip
 _GRANITE_SETTINGS = (
-    HEAD_WIDTH, *ATTENTION_BIAS, *GRANITE_MULTIPLIERS, Setting("num_local_experts", "--num-experts"), TOP_K,
+    HEAD_WIDTH, *ATTENTION_BIAS, *GRANITE_MULTIPLIERS, ConfigKey("num_local_experts", "--num-experts"), TOP_K,
 )  # fmt: skip
 # Trinity's names of the router and of its bias, which Hunyuan has, too.
 _ROUTER_ROWS = {
@@ -218,7 +218,7 @@ EXPERT_FAMILIES: tuple[Family, ...] = (
     build_llama(
         "MiniMax M2", "minimax_m2", "MiniMaxM2ForCausalLM",
         flags=f"--qk-layernorm --qk-norm-scope all {_SIGMOID}",
-        settings=(HEAD_WIDTH, ROTARY_SHARE, Setting("num_local_experts", "--num-experts"), TOP_K),
+        settings=(HEAD_WIDTH, ROTARY_SHARE, ConfigKey("num_local_experts", "--num-experts"), TOP_K),
         rows={
             **QK_NORMS, **MIXTRAL_EXPERTS,
             **build_rows(
@@ -242,8 +242,8 @@ EXPERT_FAMILIES: tuple[Family, ...] = (
         flags="--attn-temperature-layers all",
         settings=(
             *TEMPERATURE, *EXPERT_GROUPS, TWO_BEST,
-            Setting("rope_parameters.partial_rotary_factor", "--qk-pos-emb-head-dim", "rotated share"),
-            Setting("norm_topk_prob", "--moe-router-score-function", "switch", default=False, word="softmax-share"),
+            ConfigKey("rope_parameters.partial_rotary_factor", "--qk-pos-emb-head-dim", "rotated share"),
+            ConfigKey("norm_topk_prob", "--moe-router-score-function", "switch", default=False, word="softmax-share"),
             UNNORMALISED,
         ),
         rows=build_rows(
@@ -259,13 +259,15 @@ EXPERT_FAMILIES: tuple[Family, ...] = (
         settings=(
             HEAD_WIDTH,
             *(
-                Setting("use_bias", flag, "switch", default=False)
+                ConfigKey("use_bias", flag, "switch", default=False)
                 for flag in (*ALL_BIASES, "--add-output-layer-bias")
             ),
-            Setting("moe_num_experts", "--num-experts"), Setting("moe_k", "--moe-router-topk", needed=True),
+            ConfigKey("moe_num_experts", "--num-experts"), ConfigKey("moe_k", "--moe-router-topk", needed=True),
             EXPERT_WIDTH,
-            Setting("moe_num_shared_experts*moe_intermediate_size", "--moe-shared-expert-intermediate-size"),
-            Setting("moe_layer_start_index|moe_layer_end_index|moe_layer_interval", "--moe-layer-freq", "expert span"),
+            ConfigKey("moe_num_shared_experts*moe_intermediate_size", "--moe-shared-expert-intermediate-size"),
+            ConfigKey(
+                "moe_layer_start_index|moe_layer_end_index|moe_layer_interval", "--moe-layer-freq", "expert span"
+            ),
         ),
         rows={
             **BIASED_ROWS, **MLP_BIASES, **SHARED_EXPERTS, **build_gated_biases("mlp.shared_experts"),
@@ -302,7 +304,7 @@ EXPERT_FAMILIES: tuple[Family, ...] = (
         "Granite 3 MoE, with a shared expert", "granitemoeshared", "GraniteMoeSharedForCausalLM",
         settings=(
             *_GRANITE_SETTINGS,
-            Setting("shared_intermediate_size", "--moe-shared-expert-intermediate-size", default=0),
+            ConfigKey("shared_intermediate_size", "--moe-shared-expert-intermediate-size", default=0),
         ),
         rows=_GRANITE_ROWS, defaults=_DEFAULTS["granitemoeshared"],
     ),
@@ -334,10 +336,10 @@ EXPERT_FAMILIES: tuple[Family, ...] = (
         "Hunyuan MoE", "hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM",
         flags=HUNYUAN_FLAGS,
         settings=(
-            HEAD_WIDTH, *ATTENTION_BIAS, Setting("num_experts", "--num-experts"),
-            Setting("moe_topk", "--moe-router-topk", needed=True),
+            HEAD_WIDTH, *ATTENTION_BIAS, ConfigKey("num_experts", "--num-experts"),
+            ConfigKey("moe_topk", "--moe-router-topk", needed=True),
             # The shared expert is as wide as each of the others.
-            Setting("intermediate_size", "--moe-shared-expert-intermediate-size"),
+            ConfigKey("intermediate_size", "--moe-shared-expert-intermediate-size"),
         ),
         rows={
             **HUNYUAN_ROWS, **EXPERTS, **build_gated_rows("mlp.shared_experts", "mlp.shared_mlp"),
@@ -360,7 +362,7 @@ EXPERT_FAMILIES: tuple[Family, ...] = (
     ),
     build_olmo(
         "FlexOlmo", "flex_olmo", "FlexOlmoForCausalLM",
-        settings=(ROTARY_BASE, *ATTENTION_BIAS, Setting("num_experts", "--num-experts"), TOP_K, UNNORMALISED),
+        settings=(ROTARY_BASE, *ATTENTION_BIAS, ConfigKey("num_experts", "--num-experts"), TOP_K, UNNORMALISED),
         rows={**BIASED_ATTENTION, **EXPERTS}, other_names={"num_local_experts": "num_experts"},
         rope={"rope_theta": 500000.0}, defaults=_DEFAULTS["flex_olmo"],
     ),
@@ -368,9 +370,9 @@ EXPERT_FAMILIES: tuple[Family, ...] = (
         "Arcee Trinity", "afmoe", "AfmoeForCausalLM",
         flags=f"--norm-placement both --qk-layernorm --attention-output-gate {_SIGMOID}",
         settings=(
-            HEAD_WIDTH, WINDOW, WINDOW_LAYERS, Setting("layer_types", "--no-rope-freq", "full layers"),
+            HEAD_WIDTH, WINDOW, WINDOW_LAYERS, ConfigKey("layer_types", "--no-rope-freq", "full layers"),
             dataclasses.replace(EMBEDDING_MULTIPLIER, only_if="mup_enabled"), *_list_experts("route_scale"),
-            Setting("num_dense_layers", "--moe-layer-freq", "dense layers first", default=0),
+            ConfigKey("num_dense_layers", "--moe-layer-freq", "dense layers first", default=0),
         ),
         rows={
             **SHARED_EXPERTS, **QK_NORMS, **_ROUTER_ROWS,

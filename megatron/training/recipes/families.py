@@ -15,7 +15,7 @@ from megatron.core.errors import ConfigError
 from megatron.training.recipes.convolution_families import CONVOLUTION_FAMILIES
 from megatron.training.recipes.delta_families import DELTA_FAMILIES
 from megatron.training.recipes.expert_families import EXPERT_FAMILIES
-from megatron.training.recipes.family import Family, Row, Setting
+from megatron.training.recipes.family import ConfigKey, Family, Row
 from megatron.training.recipes.family_defaults import (
     complete_alternating,
     complete_deepseek_v2,
@@ -133,7 +133,7 @@ FAMILIES: tuple[Family, ...] = (
         # Every fourth layer has no positions (Kazemnejad et al., 2023); theirs marks layers with 1 where they have
         # some.
         "SmolLM 3", "smollm3", "SmolLM3ForCausalLM",
-        settings=(HEAD_WIDTH, Setting("no_rope_layers", "--no-rope-freq", "layers without positions")),
+        settings=(HEAD_WIDTH, ConfigKey("no_rope_layers", "--no-rope-freq", "layers without positions")),
         rope={"rope_theta": 2000000.0}, complete=complete_smollm3,
     ),
     build_gemma(
@@ -154,8 +154,8 @@ FAMILIES: tuple[Family, ...] = (
         flags="--norm-placement both --qk-layernorm",
         settings=(
             *SOFT_CAPS, SCORE_SCALE, WINDOW, WINDOW_LAYERS,
-            Setting("rope_parameters.full_attention.rope_theta|rope_theta", "--rotary-base", default=10000),
-            Setting("rope_parameters.sliding_attention.rope_theta|rope_local_base_freq", "--rotary-base-local"),
+            ConfigKey("rope_parameters.full_attention.rope_theta|rope_theta", "--rotary-base", default=10000),
+            ConfigKey("rope_parameters.sliding_attention.rope_theta|rope_local_base_freq", "--rotary-base-local"),
         ),
         rows={**SANDWICH_NORMS, **QK_NORMS},
         # The larger ones stretch the positions of the layers without a window alone.
@@ -172,7 +172,7 @@ FAMILIES: tuple[Family, ...] = (
     build_family(
         "GPT-NeoX, Pythia", "gpt_neox", "GPTNeoXForCausalLM",
         sizes=build_sizes(),
-        settings=(*GPT_NEOX_USUAL, Setting("use_parallel_residual", "--parallel-residual", "switch", default=False)),
+        settings=(*GPT_NEOX_USUAL, ConfigKey("use_parallel_residual", "--parallel-residual", "switch", default=False)),
         rows=GPT_NEOX_ROWS,
         rope={"rope_theta": 10000.0, "partial_rotary_factor": 0.25},
     ),
@@ -181,7 +181,7 @@ FAMILIES: tuple[Family, ...] = (
         flags="--normalization RMSNorm --quick-geglu --activation-func-clamp-value 7 --glu-linear-offset 1 "
         "--softmax-type learnable --moe-router-add-bias",
         settings=(
-            *USUAL, HEAD_WIDTH, WINDOW, WINDOW_LAYERS, Setting("num_local_experts", "--num-experts"), TOP_K,
+            *USUAL, HEAD_WIDTH, WINDOW, WINDOW_LAYERS, ConfigKey("num_local_experts", "--num-experts"), TOP_K,
         ),
         rows={
             **without_rows(LLAMA_ROWS, ".mlp."), **QKV_BIAS, **GPT_OSS_EXPERTS,
@@ -194,15 +194,15 @@ FAMILIES: tuple[Family, ...] = (
     ),
     build_llama(
         "Mixtral", "mixtral", "MixtralForCausalLM",
-        settings=(HEAD_WIDTH, WINDOW, Setting("num_local_experts", "--num-experts"), TOP_K),
+        settings=(HEAD_WIDTH, WINDOW, ConfigKey("num_local_experts", "--num-experts"), TOP_K),
         rows=MIXTRAL_EXPERTS, rope={"rope_theta": 1000000.0}, other_names={"num_experts": "num_local_experts"},
     ),
     build_llama(
         "Qwen 2 MoE", "qwen2_moe", "Qwen2MoeForCausalLM",
         flags="--add-qkv-bias --moe-shared-expert-gate",
         settings=(
-            Setting("num_experts", "--num-experts"), TOP_K, EXPERT_WIDTH, UNNORMALISED,
-            Setting("shared_expert_intermediate_size", "--moe-shared-expert-intermediate-size"), HEAD_WIDTH,
+            ConfigKey("num_experts", "--num-experts"), TOP_K, EXPERT_WIDTH, UNNORMALISED,
+            ConfigKey("shared_expert_intermediate_size", "--moe-shared-expert-intermediate-size"), HEAD_WIDTH,
             *QWEN_WINDOWS,
         ),
         rows={
@@ -215,7 +215,7 @@ FAMILIES: tuple[Family, ...] = (
         "Qwen 3 MoE", "qwen3_moe", "Qwen3MoeForCausalLM",
         flags="--qk-layernorm",
         settings=(
-            HEAD_WIDTH, Setting("num_experts", "--num-experts"), TOP_K, EXPERT_WIDTH, UNNORMALISED,
+            HEAD_WIDTH, ConfigKey("num_experts", "--num-experts"), TOP_K, EXPERT_WIDTH, UNNORMALISED,
             QWEN_WINDOWS[0],
         ),
         rows={**QK_NORMS, **EXPERTS},
@@ -225,14 +225,17 @@ FAMILIES: tuple[Family, ...] = (
         "OLMoE", "olmoe", "OlmoeForCausalLM",
         flags="--qk-layernorm --qk-norm-scope all",
         # The width of an expert is called like that of a dense MLP.
-        settings=(HEAD_WIDTH, Setting("num_experts", "--num-experts"), TOP_K, UNNORMALISED),
+        settings=(HEAD_WIDTH, ConfigKey("num_experts", "--num-experts"), TOP_K, UNNORMALISED),
         rows={**QK_NORMS, **EXPERTS},
         other_names={"num_local_experts": "num_experts"}, expects={"sliding_window": None},
     ),
     build_deepseek(
         "DeepSeek V2", "deepseek_v2", "DeepseekV2ForCausalLM",
         flags="--moe-router-pre-softmax",
-        settings=(*EXPERT_GROUPS, Setting("topk_method", "--moe-router-group-score", "group score", default="greedy")),
+        settings=(
+            *EXPERT_GROUPS,
+            ConfigKey("topk_method", "--moe-router-group-score", "group score", default="greedy"),
+        ),
         other_names={"num_experts": "n_routed_experts"}, expects={"moe_layer_freq": 1, "scoring_func": "softmax"},
         complete=complete_deepseek_v2,
     ),
@@ -249,8 +252,8 @@ FAMILIES: tuple[Family, ...] = (
         flags="--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
         settings=(
             ROTARY_SHARE, HEAD_WIDTH, *DEEPSEEK_EXPERTS, *EXPERT_GROUPS, TWO_BEST, FURTHER_TOKENS,
-            Setting("attention_bias", "--add-qkv-bias", "switch", default=False),
-            Setting("use_qk_norm", "--qk-layernorm", "switch", default=False),
+            ConfigKey("attention_bias", "--add-qkv-bias", "switch", default=False),
+            ConfigKey("use_qk_norm", "--qk-layernorm", "switch", default=False),
         ),
         rows={
             **QKV_BIAS, **QK_NORMS, **SHARED_EXPERTS, **EXPERT_BIAS, **PREDICTION_ROWS,

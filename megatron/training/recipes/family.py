@@ -95,7 +95,7 @@ GROUP_LIMITED = "group_limited_greedy"
 
 
 @dataclass(frozen=True)
-class Setting:
+class ConfigKey:
     """A field of a config.json and the flag that it is.
 
     number                    the value itself
@@ -155,8 +155,8 @@ class Family:
     aliases: tuple[str, ...] = ()
     """Other words for `model_type`, in files of the same model."""
     flags: str
-    sizes: tuple[Setting, ...]
-    settings: tuple[Setting, ...]
+    sizes: tuple[ConfigKey, ...]
+    settings: tuple[ConfigKey, ...]
     rows: tuple[Row, ...]
     is_rotary: bool = True
     """Tokens know their position by rotation; `rope_parameters` says how."""
@@ -184,41 +184,41 @@ class Family:
     """All fields with the values that follow from others where they are null; it removes those that say no more."""
 
 
-ROPE_TYPES: Mapping[str, tuple[str, tuple[Setting, ...], Mapping[str, Any]]] = {
+ROPE_TYPES: Mapping[str, tuple[str, tuple[ConfigKey, ...], Mapping[str, Any]]] = {
     "default": ("--position-embedding-type rope", (), {}),
     "linear": (
         "--position-embedding-type rope",
-        (Setting("factor", "--rotary-seq-len-interpolation-factor", needed=True),),
+        (ConfigKey("factor", "--rotary-seq-len-interpolation-factor", needed=True),),
         {},
     ),
     "llama3": (
         "--position-embedding-type rope --use-rope-scaling",
         (
-            Setting("factor", "--rope-scaling-factor", needed=True),
-            Setting("high_freq_factor", "--rope-scaling-high-freq-factor", default=4.0),
+            ConfigKey("factor", "--rope-scaling-factor", needed=True),
+            ConfigKey("high_freq_factor", "--rope-scaling-high-freq-factor", default=4.0),
         ),
         {"low_freq_factor": 1.0, "original_max_position_embeddings": 8192},
     ),
     "yarn": (
         "--position-embedding-type yarn",
         (
-            Setting("factor", "--rotary-scaling-factor", needed=True),
-            Setting("original_max_position_embeddings", "--yarn-original-max-position-embeddings"),
-            Setting("beta_fast", "--yarn-beta-fast", default=32),
-            Setting("beta_slow", "--yarn-beta-slow", default=1),
-            Setting("truncate", "--no-yarn-correction-range-round-to-int", "inverted switch", default=True),
-            Setting("mscale", "--mscale", default=1.0),
-            Setting("mscale_all_dim", "--mscale-all-dim", default=0.0),
+            ConfigKey("factor", "--rotary-scaling-factor", needed=True),
+            ConfigKey("original_max_position_embeddings", "--yarn-original-max-position-embeddings"),
+            ConfigKey("beta_fast", "--yarn-beta-fast", default=32),
+            ConfigKey("beta_slow", "--yarn-beta-slow", default=1),
+            ConfigKey("truncate", "--no-yarn-correction-range-round-to-int", "inverted switch", default=True),
+            ConfigKey("mscale", "--mscale", default=1.0),
+            ConfigKey("mscale_all_dim", "--mscale-all-dim", default=0.0),
         ),
         {"attention_factor": None},
     ),
     "longrope": (
         "--position-embedding-type rope",
         (
-            Setting("short_factor", "--longrope-short-factors", "factors", needed=True),
-            Setting("long_factor", "--longrope-long-factors", "factors", needed=True),
-            Setting("original_max_position_embeddings", "--longrope-original-max-position-embeddings"),
-            Setting("attention_factor", "--longrope-magnitude", default=1.0),
+            ConfigKey("short_factor", "--longrope-short-factors", "factors", needed=True),
+            ConfigKey("long_factor", "--longrope-long-factors", "factors", needed=True),
+            ConfigKey("original_max_position_embeddings", "--longrope-original-max-position-embeddings"),
+            ConfigKey("attention_factor", "--longrope-magnitude", default=1.0),
         ),
         {},
     ),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron.core.errors import ConfigError
-from megatron.training.recipes.family import GROUP_LIMITED, ROPE_TYPES, Family, Setting
+from megatron.training.recipes.family import GROUP_LIMITED, ROPE_TYPES, ConfigKey, Family
 from megatron.training.recipes.family_letters import build_pattern, list_layer_fields
 from megatron.training.recipes.flag_values import describe_number, describe_pattern, describe_period
 
@@ -129,7 +129,7 @@ def _list_read(family: Family) -> set[str]:
     return {name for name in (*of_settings, *of_layers) if name is not None}
 
 
-def _list_fields(setting: Setting) -> list[str]:
+def _list_fields(setting: ConfigKey) -> list[str]:
     """The names of the fields of a config.json that a setting reads."""
     return [name.partition(".")[0] for name in re.split(r"[|*]", setting.theirs)]
 
@@ -362,7 +362,7 @@ def _find(family: Family, config: Mapping[str, Any], names: str) -> Any:
     return None
 
 
-def _build_flag(family: Family, config: Mapping[str, Any], setting: Setting) -> list[str]:
+def _build_flag(family: Family, config: Mapping[str, Any], setting: ConfigKey) -> list[str]:
     """The flag of one setting; nothing where its absence means the same."""
     if setting.only_if is not None and not _find(family, config, setting.only_if):
         return []
@@ -444,7 +444,7 @@ def _build_flag(family: Family, config: Mapping[str, Any], setting: Setting) -> 
     return [f"{setting.flag} {describe_number(value)}"]
 
 
-def _build_rare_flag(family: Family, config: Mapping[str, Any], setting: Setting, value: Any) -> list[str]:
+def _build_rare_flag(family: Family, config: Mapping[str, Any], setting: ConfigKey, value: Any) -> list[str]:
     """The flag of a form that few families have."""
     match setting.form:
         case "rotated share":
@@ -476,7 +476,7 @@ def _build_rare_flag(family: Family, config: Mapping[str, Any], setting: Setting
     raise AssertionError(f"{setting.form} is no rare form")
 
 
-def _build_multipliers(family: Family, setting: Setting, value: Sequence[float]) -> list[str]:
+def _build_multipliers(family: Family, setting: ConfigKey, value: Sequence[float]) -> list[str]:
     """The flag with five numbers, or two flags with one each; nothing for what is 1."""
     flags = [setting.flag] if setting.word is None else [setting.flag, setting.word]
     if len(value) != (5 if setting.word is None else 2):
@@ -485,7 +485,7 @@ def _build_multipliers(family: Family, setting: Setting, value: Sequence[float])
     return [" ".join([flag, *map(describe_number, each)]) for flag, each in pairs if set(each) != {1}]
 
 
-def _judge_layers(family: Family, config: Mapping[str, Any], setting: Setting, value: Sequence[Any]) -> Sequence[Any]:
+def _judge_layers(family: Family, config: Mapping[str, Any], setting: ConfigKey, value: Sequence[Any]) -> Sequence[Any]:
     """An entry for each layer. Raises ConfigError for other lists, and for kinds of layers that the family has not."""
     layers = config.get("num_hidden_layers")
     if len(value) != layers:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron.core.errors import ConfigError
-from megatron.training.recipes.family import Family, Row, Setting
+from megatron.training.recipes.family import ConfigKey, Family, Row
 from megatron.training.recipes.family_defaults import Fields, fill_layers, list_layers, size, without
 from megatron.training.recipes.family_rows import (
     BIASED_ATTENTION,
@@ -143,7 +143,7 @@ _GLM = (HEAD_WIDTH, ROTARY_SHARE, ATTENTION_BIAS[0])
 _GLM_ROWS = {**QKV_BIAS, **PACKED_MLP}
 EXAONE_PATTERN = frozenset(("sliding_window_pattern",))
 EXAONE_WINDOWS = (
-    WINDOW, WINDOW_LAYERS, Setting("layer_types", "--no-rope-freq", "full layers", only_if="sliding_window"),
+    WINDOW, WINDOW_LAYERS, ConfigKey("layer_types", "--no-rope-freq", "full layers", only_if="sliding_window"),
 )  # fmt: skip
 
 
@@ -217,10 +217,12 @@ FURTHER: tuple[Family, ...] = (
         # Norms have the default epsilon.
         "OPT", "opt", "OPTForCausalLM",
         flags="--relu --learned-position-offset 2",
-        sizes=(*build_sizes(intermediate_size="ffn_dim"), Setting("word_embed_proj_dim", "--hidden-size")),
+        sizes=(*build_sizes(intermediate_size="ffn_dim"), ConfigKey("word_embed_proj_dim", "--hidden-size")),
         settings=(
-            UNTIED, Setting("enable_bias", "--disable-bias-linear", "inverted switch", default=True),
-            Setting("layer_norm_elementwise_affine", "--norm-parameters", "inverted switch", default=True, word="none"),
+            UNTIED, ConfigKey("enable_bias", "--disable-bias-linear", "inverted switch", default=True),
+            ConfigKey(
+                "layer_norm_elementwise_affine", "--norm-parameters", "inverted switch", default=True, word="none"
+            ),
         ),
         rows=_OPT_ROWS, is_rotary=False, idle=frozenset(("dropout", "layerdrop", "init_std")),
         complete=_complete_opt, defaults=_DEFAULTS["opt"],
@@ -235,7 +237,7 @@ FURTHER: tuple[Family, ...] = (
         "Seed-OSS", "seed_oss", "SeedOssForCausalLM",
         settings=(
             HEAD_WIDTH, MLP_BIAS, ATTENTION_BIAS[0],
-            Setting("attention_out_bias", "--add-attention-output-bias", "switch", default=False),
+            ConfigKey("attention_out_bias", "--add-attention-output-bias", "switch", default=False),
         ),
         rows={**BIASED_ROWS, **MLP_BIASES},
         defaults=_DEFAULTS["seed_oss"],
@@ -259,8 +261,8 @@ FURTHER: tuple[Family, ...] = (
         "Starcoder 2", "starcoder2", "Starcoder2ForCausalLM",
         flags="--openai-gelu",
         settings=(
-            UNTIED, ROTARY_BASE, Setting("norm_epsilon", "--norm-epsilon", default=1e-5), HEAD_WIDTH, WINDOW,
-            Setting("use_bias", "--disable-bias-linear", "inverted switch", default=True),
+            UNTIED, ROTARY_BASE, ConfigKey("norm_epsilon", "--norm-epsilon", default=1e-5), HEAD_WIDTH, WINDOW,
+            ConfigKey("use_bias", "--disable-bias-linear", "inverted switch", default=True),
         ),
         rows=STARCODER2_ROWS,
         defaults=_DEFAULTS["starcoder2"],
@@ -283,7 +285,7 @@ FURTHER: tuple[Family, ...] = (
     build_llama(
         "ERNIE 4.5", "ernie4_5", "Ernie4_5ForCausalLM",
         flags="--rotary-interleaved",
-        settings=(HEAD_WIDTH, *(Setting("use_bias", flag, "switch", default=False) for flag in ALL_BIASES)),
+        settings=(HEAD_WIDTH, *(ConfigKey("use_bias", flag, "switch", default=False) for flag in ALL_BIASES)),
         rows={**BIASED_ROWS, **MLP_BIASES},
         rope={"rope_theta": 500000.0}, defaults=_DEFAULTS["ernie4_5"],
     ),
@@ -324,9 +326,9 @@ FURTHER: tuple[Family, ...] = (
         "OLMo 3", "olmo3", "Olmo3ForCausalLM",
         settings=(
             *ATTENTION_BIAS, WINDOW, WINDOW_LAYERS,
-            Setting("rope_parameters.full_attention.rope_theta|rope_theta", "--rotary-base", default=10000),
+            ConfigKey("rope_parameters.full_attention.rope_theta|rope_theta", "--rotary-base", default=10000),
             # Theirs has no other name for it, so that the base of the whole model is not read here.
-            Setting("rope_parameters.sliding_attention.rope_theta", "--rotary-base-local"),
+            ConfigKey("rope_parameters.sliding_attention.rope_theta", "--rotary-base-local"),
         ),
         rows=BIASED_ATTENTION,
         rope={"full_attention": {"rope_theta": 500000.0}, "sliding_attention": {"rope_theta": 500000.0}},
@@ -366,7 +368,7 @@ FURTHER: tuple[Family, ...] = (
         flags="--softmax-type learnable",
         settings=(
             HEAD_WIDTH, *ATTENTION_BIAS, MLP_BIAS, *GRANITE_MULTIPLIERS, WINDOW, WINDOW_LAYERS,
-            Setting("layer_rope_theta", "--no-rope-freq", "layers without positions", word="base"),
+            ConfigKey("layer_rope_theta", "--no-rope-freq", "layers without positions", word="base"),
         ),
         rows={**BIASED_ROWS, **MLP_BIASES, **SINKS},
         complete=_complete_granite_swa, defaults=_DEFAULTS["granite_swa"],

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.training.recipes.family import Family, LayerLetters, Row, Setting
+from megatron.training.recipes.family import ConfigKey, Family, LayerLetters, Row
 from megatron.training.recipes.family_rows import (
     BIASED_ROWS,
     EXPERTS,
@@ -58,7 +58,7 @@ from megatron.training.recipes.hybrid_defaults import (
 # ---- settings
 
 DELTA = tuple(
-    Setting(name, f"--{name.replace('_', '-')}")
+    ConfigKey(name, f"--{name.replace('_', '-')}")
     for name in (
         "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
         "linear_conv_kernel_dim",
@@ -66,18 +66,18 @@ DELTA = tuple(
 )  # fmt: skip
 
 
-def build_mamba_settings(**names: str) -> tuple[Setting, ...]:
+def build_mamba_settings(**names: str) -> tuple[ConfigKey, ...]:
     """The fields of a Mamba-2 layer; names: those that are called otherwise than in most files."""
     usual = (
-        Setting("mamba_n_heads", "--mamba-num-heads"),
-        Setting("mamba_d_head", "--mamba-head-dim"),
-        Setting("mamba_n_groups", "--mamba-num-groups"),
-        Setting("mamba_d_state", "--mamba-state-dim"),
-        Setting("mamba_conv_bias", "--disable-mamba-conv-bias", "inverted switch", default=True),
-        Setting("mamba_proj_bias", "--mamba-proj-bias", "switch", default=False),
-        Setting("rms_norm_eps", "--mamba-norm-epsilon", default=1e-5),
-        Setting("mamba_expand", "--mamba-num-heads", "expansion"),
-        Setting("time_step_limit", "--mamba-dt-min", "bounds", word="--mamba-dt-max"),
+        ConfigKey("mamba_n_heads", "--mamba-num-heads"),
+        ConfigKey("mamba_d_head", "--mamba-head-dim"),
+        ConfigKey("mamba_n_groups", "--mamba-num-groups"),
+        ConfigKey("mamba_d_state", "--mamba-state-dim"),
+        ConfigKey("mamba_conv_bias", "--disable-mamba-conv-bias", "inverted switch", default=True),
+        ConfigKey("mamba_proj_bias", "--mamba-proj-bias", "switch", default=False),
+        ConfigKey("rms_norm_eps", "--mamba-norm-epsilon", default=1e-5),
+        ConfigKey("mamba_expand", "--mamba-num-heads", "expansion"),
+        ConfigKey("time_step_limit", "--mamba-dt-min", "bounds", word="--mamba-dt-max"),
     )
     renamed = (dataclasses.replace(each, theirs=names.get(each.theirs, each.theirs)) for each in usual)
     return tuple(setting for setting in renamed if setting.theirs)
@@ -212,11 +212,11 @@ GRANITE_HYBRID_ROWS = {
 _LINEAR_OR_FULL = {"linear_attention": "G", "full_attention": "*"}
 _MAMBA_OR_FULL = {LINEAR: "M", FULL: "*"}
 _QWEN_EXPERT_SETTINGS = with_experts(
-    Setting("num_experts", "--moe-shared-expert-gate", "switch"),
-    Setting("num_experts", "--num-experts"),
+    ConfigKey("num_experts", "--moe-shared-expert-gate", "switch"),
+    ConfigKey("num_experts", "--num-experts"),
     TOP_K,
     EXPERT_WIDTH,
-    Setting("shared_expert_intermediate_size", "--moe-shared-expert-intermediate-size"),
+    ConfigKey("shared_expert_intermediate_size", "--moe-shared-expert-intermediate-size"),
 )
 
 
@@ -264,20 +264,20 @@ HYBRIDS: tuple[Family, ...] = (
         "--untie-embeddings-and-output-weights",
         sizes=tuple(setting for setting in SIZES if setting.flag != "--num-layers"),
         settings=(
-            HEAD_WIDTH, MLP_BIAS, Setting("layer_norm_epsilon", "--norm-epsilon", default=1e-5),
+            HEAD_WIDTH, MLP_BIAS, ConfigKey("layer_norm_epsilon", "--norm-epsilon", default=1e-5),
             *build_mamba_settings(
                 mamba_n_heads="mamba_num_heads", mamba_d_head="mamba_head_dim", mamba_n_groups="n_groups",
                 mamba_d_state="ssm_state_size", mamba_conv_bias="use_conv_bias", mamba_proj_bias="use_bias",
                 rms_norm_eps="layer_norm_epsilon", mamba_expand="", time_step_limit="",
             ),
             # There it is a bound, too, and not of initial values alone.
-            Setting("time_step_min", "--mamba-dt-min", default=0.0),
+            ConfigKey("time_step_min", "--mamba-dt-min", default=0.0),
             *list_router_flags("n_routed_experts"),
             *with_experts(
-                Setting("n_routed_experts", "--num-experts"), TOP_K, EXPERT_WIDTH,
-                Setting("moe_shared_expert_intermediate_size", "--moe-shared-expert-intermediate-size"),
-                Setting("moe_latent_size", "--moe-latent-size"),
-                Setting("routed_scaling_factor", "--moe-router-topk-scaling-factor", default=1.0),
+                ConfigKey("n_routed_experts", "--num-experts"), TOP_K, EXPERT_WIDTH,
+                ConfigKey("moe_shared_expert_intermediate_size", "--moe-shared-expert-intermediate-size"),
+                ConfigKey("moe_latent_size", "--moe-latent-size"),
+                ConfigKey("routed_scaling_factor", "--moe-router-topk-scaling-factor", default=1.0),
                 *EXPERT_GROUPS, TWO_BEST,
             ),
         ),
@@ -306,9 +306,9 @@ HYBRIDS: tuple[Family, ...] = (
         model_class="Mamba2ForCausalLM",
         # It has no attention; the flag must say something.
         flags="--position-embedding-type none --normalization RMSNorm --disable-bias-linear --num-attention-heads 1",
-        sizes=(Setting("num_hidden_layers", "--num-layers"), Setting("hidden_size", "--hidden-size")),
+        sizes=(ConfigKey("num_hidden_layers", "--num-layers"), ConfigKey("hidden_size", "--hidden-size")),
         settings=(
-            UNTIED, Setting("layer_norm_epsilon", "--norm-epsilon", default=1e-5),
+            UNTIED, ConfigKey("layer_norm_epsilon", "--norm-epsilon", default=1e-5),
             *build_mamba_settings(
                 mamba_n_heads="num_heads", mamba_d_head="head_dim", mamba_n_groups="n_groups",
                 mamba_d_state="state_size", mamba_conv_bias="use_conv_bias", mamba_proj_bias="use_bias",
@@ -350,18 +350,20 @@ HYBRIDS: tuple[Family, ...] = (
         settings=(
             *USUAL, HEAD_WIDTH, *ATTENTION_BIAS, MLP_BIAS,
             *build_mamba_settings(mamba_expand=""),
-            Setting("mamba_d_ssm", "--mamba-num-heads", "expansion", word="channels"),
-            Setting("projectors_bias", "--mamba-proj-bias", "switch", default=False),
-            Setting("mamba_rms_norm|mamba_norm_before_gate", "--mamba-gate-norm", "gate norm"),
-            Setting("embedding_multiplier", "--embedding-multiplier", default=1.0),
-            Setting("lm_head_multiplier", "--logit-multiplier", default=1.0),
-            Setting("key_multiplier", "--key-multiplier", default=1.0),
-            Setting("attention_in_multiplier", "--attention-input-multiplier", default=1.0),
-            Setting("attention_out_multiplier", "--attention-output-multiplier", default=1.0),
-            Setting("ssm_in_multiplier", "--mamba-input-multiplier", default=1.0),
-            Setting("ssm_out_multiplier", "--mamba-output-multiplier", default=1.0),
-            Setting("ssm_multipliers", "--mamba-section-multipliers", "multipliers"),
-            Setting("mlp_multipliers", "--activation-input-multiplier", "multipliers", word="--mlp-output-multiplier"),
+            ConfigKey("mamba_d_ssm", "--mamba-num-heads", "expansion", word="channels"),
+            ConfigKey("projectors_bias", "--mamba-proj-bias", "switch", default=False),
+            ConfigKey("mamba_rms_norm|mamba_norm_before_gate", "--mamba-gate-norm", "gate norm"),
+            ConfigKey("embedding_multiplier", "--embedding-multiplier", default=1.0),
+            ConfigKey("lm_head_multiplier", "--logit-multiplier", default=1.0),
+            ConfigKey("key_multiplier", "--key-multiplier", default=1.0),
+            ConfigKey("attention_in_multiplier", "--attention-input-multiplier", default=1.0),
+            ConfigKey("attention_out_multiplier", "--attention-output-multiplier", default=1.0),
+            ConfigKey("ssm_in_multiplier", "--mamba-input-multiplier", default=1.0),
+            ConfigKey("ssm_out_multiplier", "--mamba-output-multiplier", default=1.0),
+            ConfigKey("ssm_multipliers", "--mamba-section-multipliers", "multipliers"),
+            ConfigKey(
+                "mlp_multipliers", "--activation-input-multiplier", "multipliers", word="--mlp-output-multiplier"
+            ),
         ),
         rows=tuple(FALCON_H1_ROWS.values()),
         defaults=HYBRID_DEFAULTS["falcon_h1"],
@@ -375,14 +377,14 @@ HYBRIDS: tuple[Family, ...] = (
         flags=LLAMA_FLAGS,
         sizes=(
             *build_sizes(intermediate_size="shared_intermediate_size"),
-            Setting("num_key_value_heads", "--num-query-groups", "query groups"),
+            ConfigKey("num_key_value_heads", "--num-query-groups", "query groups"),
         ),
         settings=(
             *USUAL, *ATTENTION_BIAS, *GRANITE_MULTIPLIERS, *build_mamba_settings(),
             *with_experts(
-                Setting("num_local_experts", "--num-experts"), TOP_K,
-                Setting("intermediate_size", "--moe-ffn-hidden-size"),
-                Setting("shared_intermediate_size", "--moe-shared-expert-intermediate-size"),
+                ConfigKey("num_local_experts", "--num-experts"), TOP_K,
+                ConfigKey("intermediate_size", "--moe-ffn-hidden-size"),
+                ConfigKey("shared_intermediate_size", "--moe-shared-expert-intermediate-size"),
             ),
         ),
         rows=in_pairs(GRANITE_HYBRID_ROWS),

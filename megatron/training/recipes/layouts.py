@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Layout:
+class PresetLayout:
     """A division over so many GPUs, or any multiple of them, which adds data-parallel replicas."""
 
     gpus: int
@@ -47,43 +47,43 @@ class Layout:
 _K = 1024
 _EVEN_ENDS = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
 """126 layers and the two ends fill 16 stages evenly."""
-LAYOUTS: Mapping[str, Sequence[Layout]] = {
-    "gpt3-125m": [Layout(8, 2 * _K, micro_batch_size=8)],
-    "gpt3-350m": [Layout(8, 2 * _K, micro_batch_size=8)],
-    "gpt3-760m": [Layout(8, 2 * _K, micro_batch_size=4)],
-    "gpt3-1.3b": [Layout(8, 2 * _K, micro_batch_size=4)],
-    "gpt3-2.7b": [Layout(8, 2 * _K, micro_batch_size=2)],
-    "gpt3-6.7b": [Layout(8, 2 * _K, tp=2, micro_batch_size=2)],
-    "gpt3-13b": [Layout(16, 2 * _K, tp=2), Layout(64, 2 * _K, tp=4, micro_batch_size=2)],
+LAYOUTS: Mapping[str, Sequence[PresetLayout]] = {
+    "gpt3-125m": [PresetLayout(8, 2 * _K, micro_batch_size=8)],
+    "gpt3-350m": [PresetLayout(8, 2 * _K, micro_batch_size=8)],
+    "gpt3-760m": [PresetLayout(8, 2 * _K, micro_batch_size=4)],
+    "gpt3-1.3b": [PresetLayout(8, 2 * _K, micro_batch_size=4)],
+    "gpt3-2.7b": [PresetLayout(8, 2 * _K, micro_batch_size=2)],
+    "gpt3-6.7b": [PresetLayout(8, 2 * _K, tp=2, micro_batch_size=2)],
+    "gpt3-13b": [PresetLayout(16, 2 * _K, tp=2), PresetLayout(64, 2 * _K, tp=4, micro_batch_size=2)],
     "gpt3-175b": [
-        Layout(128, 2 * _K, tp=8, pp=8, layers_per_chunk=3),
-        Layout(512, 2 * _K, tp=8, pp=16, layers_per_chunk=3),
+        PresetLayout(128, 2 * _K, tp=8, pp=8, layers_per_chunk=3),
+        PresetLayout(512, 2 * _K, tp=8, pp=16, layers_per_chunk=3),
     ],
-    "llama2-7b": [Layout(8, 4 * _K, tp=2)],
-    "llama2-13b": [Layout(8, 4 * _K, tp=2), Layout(16, 4 * _K, tp=4)],
-    "llama2-70b": [Layout(32, 4 * _K, tp=8, pp=2, layers_per_chunk=5)],
-    "llama3-8b": [Layout(8, 8 * _K, tp=2)],
+    "llama2-7b": [PresetLayout(8, 4 * _K, tp=2)],
+    "llama2-13b": [PresetLayout(8, 4 * _K, tp=2), PresetLayout(16, 4 * _K, tp=4)],
+    "llama2-70b": [PresetLayout(32, 4 * _K, tp=8, pp=2, layers_per_chunk=5)],
+    "llama3-8b": [PresetLayout(8, 8 * _K, tp=2)],
     "llama3-70b": [
-        Layout(32, 8 * _K, tp=8, pp=4, layers_per_chunk=5),
-        Layout(64, 8 * _K, tp=8, pp=2, layers_per_chunk=10),
+        PresetLayout(32, 8 * _K, tp=8, pp=4, layers_per_chunk=5),
+        PresetLayout(64, 8 * _K, tp=8, pp=2, layers_per_chunk=10),
     ],
-    "llama3.1-405b": [Layout(512, 8 * _K, tp=8, pp=16, cp=2, more=_EVEN_ENDS)],
+    "llama3.1-405b": [PresetLayout(512, 8 * _K, tp=8, pp=16, cp=2, more=_EVEN_ENDS)],
     "mixtral-8x7b": [
-        Layout(32, 4 * _K, tp=2, pp=2, layers_per_chunk=8, ep=8),
-        Layout(64, 4 * _K, tp=2, pp=4, layers_per_chunk=4, ep=8),
+        PresetLayout(32, 4 * _K, tp=2, pp=2, layers_per_chunk=8, ep=8),
+        PresetLayout(64, 4 * _K, tp=2, pp=4, layers_per_chunk=4, ep=8),
     ],
-    "mixtral-8x22b": [Layout(128, 4 * _K, tp=2, pp=8, layers_per_chunk=1, ep=8)],
-    "qwen3-8b": [Layout(8, 4 * _K, tp=2)],
+    "mixtral-8x22b": [PresetLayout(128, 4 * _K, tp=2, pp=8, layers_per_chunk=1, ep=8)],
+    "qwen3-8b": [PresetLayout(8, 4 * _K, tp=2)],
     "qwen3-30b-a3b": [
-        Layout(16, 4 * _K, pp=2, layers_per_chunk=6, ep=8),
-        Layout(32, 4 * _K, tp=2, pp=2, layers_per_chunk=6, ep=8),
+        PresetLayout(16, 4 * _K, pp=2, layers_per_chunk=6, ep=8),
+        PresetLayout(32, 4 * _K, tp=2, pp=2, layers_per_chunk=6, ep=8),
     ],
-    "gpt-oss-20b": [Layout(16, 4 * _K, ep=8)],
-    "llama4-scout": [Layout(64, 8 * _K, tp=4, pp=4, layers_per_chunk=3, ep=16)],
-    "llama4-maverick": [Layout(256, 8 * _K, tp=4, pp=8, layers_per_chunk=3, ep=32)],
-    "deepseek-v2-lite": [Layout(8, 4 * _K, ep=8)],
+    "gpt-oss-20b": [PresetLayout(16, 4 * _K, ep=8)],
+    "llama4-scout": [PresetLayout(64, 8 * _K, tp=4, pp=4, layers_per_chunk=3, ep=16)],
+    "llama4-maverick": [PresetLayout(256, 8 * _K, tp=4, pp=8, layers_per_chunk=3, ep=32)],
+    "deepseek-v2-lite": [PresetLayout(8, 4 * _K, ep=8)],
     "deepseek-v3": [
-        Layout(
+        PresetLayout(
             1024, 4 * _K, tp=2, pp=16, ep=64,
             more="--decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 2 "
             "--recompute-granularity selective --recompute-modules core_attn mla_up_proj",
@@ -93,7 +93,7 @@ LAYOUTS: Mapping[str, Sequence[Layout]] = {
 """Preset -> layouts, from fewer to more GPUs."""
 
 
-def choose_layout(preset: str, gpus: int) -> Layout | None:
+def choose_layout(preset: str, gpus: int) -> PresetLayout | None:
     """The layout for the most GPUs that divide these; None where there is none."""
     fitting = [layout for layout in LAYOUTS.get(preset, ()) if gpus % layout.gpus == 0]
     return fitting[-1] if fitting else None

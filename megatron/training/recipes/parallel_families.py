@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from megatron.core.errors import ConfigError
-from megatron.training.recipes.family import Family, Row, Setting
+from megatron.training.recipes.family import ConfigKey, Family, Row
 from megatron.training.recipes.family_defaults import Fields, fill_layers, list_layers, size, without
 from megatron.training.recipes.family_rows import (
     BIASED_ROWS,
@@ -119,7 +119,7 @@ _NORM_BIASES = {
     ),
     **rename_rows("", "", {"decoder.final_layernorm": "model.norm"}, "bias"),
 }
-_EPSILON = Setting("layer_norm_eps", "--norm-epsilon", default=1e-5)
+_EPSILON = ConfigKey("layer_norm_eps", "--norm-epsilon", default=1e-5)
 _USUAL = (UNTIED, _EPSILON, ROTARY_BASE, HEAD_WIDTH)
 _PHI_ROWS = {
     **without_rows(LLAMA_ROWS, ".mlp.", "pre_mlp", "linear_proj", "final_layernorm"), **QKV_BIAS,
@@ -134,7 +134,7 @@ _PHI_ROWS = {
 }  # fmt: skip
 _COHERE_FLAGS = f"--swiglu --disable-bias-linear --norm-parameters weight --rotary-interleaved {_PARALLEL}"
 _COHERE_SETTINGS = (
-    *_USUAL, *ATTENTION_BIAS, Setting("logit_scale", "--logit-multiplier", default=1.0, needed=True),
+    *_USUAL, *ATTENTION_BIAS, ConfigKey("logit_scale", "--logit-multiplier", default=1.0, needed=True),
 )  # fmt: skip
 _FALCON = "transformer.h.{layer}."
 _FALCON_ROWS = {
@@ -161,7 +161,7 @@ PARALLEL_FAMILIES: tuple[Family, ...] = (
     build_family(
         "Phi 1, 2", "phi", "PhiForCausalLM",
         flags=f"--openai-gelu --add-output-layer-bias {_PARALLEL}",
-        settings=(*_USUAL, ROTARY_SHARE, Setting("qk_layernorm", "--qk-layernorm", "switch", default=False)),
+        settings=(*_USUAL, ROTARY_SHARE, ConfigKey("qk_layernorm", "--qk-layernorm", "switch", default=False)),
         rows=_PHI_ROWS, rope=HALF_ROTATED, defaults=_DEFAULTS["phi"],
     ),
     build_family(
@@ -169,9 +169,9 @@ PARALLEL_FAMILIES: tuple[Family, ...] = (
         flags="--swiglu --disable-bias-linear",
         settings=(
             UNTIED, _EPSILON, ROTARY_BASE, ROTARY_SHARE,
-            Setting("use_qkv_bias", "--add-qkv-bias", "switch", default=False),
+            ConfigKey("use_qkv_bias", "--add-qkv-bias", "switch", default=False),
             *(
-                Setting("use_parallel_residual", flag, "switch", default=False) for flag in _PARALLEL.split()
+                ConfigKey("use_parallel_residual", flag, "switch", default=False) for flag in _PARALLEL.split()
             ),
         ),
         rows={**LLAMA_ROWS, **_NORM_BIASES, **QKV_BIAS},
@@ -188,7 +188,7 @@ PARALLEL_FAMILIES: tuple[Family, ...] = (
         flags=_COHERE_FLAGS,
         settings=(
             *_COHERE_SETTINGS, dataclasses.replace(WINDOW, needed=True), WINDOW_LAYERS,
-            Setting("layer_types", "--no-rope-freq", "full layers"),
+            ConfigKey("layer_types", "--no-rope-freq", "full layers"),
         ),
         rows=without_rows(BIASED_ROWS, "pre_mlp"), idle=frozenset(("sliding_window_pattern",)),
         complete=_complete_cohere2, defaults=_DEFAULTS["cohere2"],
@@ -198,16 +198,16 @@ PARALLEL_FAMILIES: tuple[Family, ...] = (
         flags=_COHERE_FLAGS,
         sizes=(
             *build_sizes(intermediate_size="prefix_dense_intermediate_size"),
-            Setting("num_key_value_heads", "--num-query-groups", "query groups"),
+            ConfigKey("num_key_value_heads", "--num-query-groups", "query groups"),
         ),
         settings=(
             *_COHERE_SETTINGS, dataclasses.replace(WINDOW, needed=True), WINDOW_LAYERS,
-            Setting(_UNROTATED, "--no-rope-freq", "full layers"),
-            Setting("num_experts", "--num-experts"), TOP_K, Setting("intermediate_size", "--moe-ffn-hidden-size"),
-            Setting("num_shared_experts*intermediate_size", "--moe-shared-expert-intermediate-size"),
-            Setting("shared_expert_combination_strategy", "--mlp-output-multiplier", "average", default="sum"),
-            Setting("expert_selection_fn", "--moe-router-score-function", "word", default="softmax", word="sigmoid"),
-            Setting("mlp_layer_types", "--moe-layer-freq", "layers with experts", word="sparse"),
+            ConfigKey(_UNROTATED, "--no-rope-freq", "full layers"),
+            ConfigKey("num_experts", "--num-experts"), TOP_K, ConfigKey("intermediate_size", "--moe-ffn-hidden-size"),
+            ConfigKey("num_shared_experts*intermediate_size", "--moe-shared-expert-intermediate-size"),
+            ConfigKey("shared_expert_combination_strategy", "--mlp-output-multiplier", "average", default="sum"),
+            ConfigKey("expert_selection_fn", "--moe-router-score-function", "word", default="softmax", word="sigmoid"),
+            ConfigKey("mlp_layer_types", "--moe-layer-freq", "layers with experts", word="sparse"),
         ),
         rows={**without_rows(BIASED_ROWS, "pre_mlp"), **SHARED_EXPERTS},
         complete=_complete_cohere2_moe, defaults=_DEFAULTS["cohere2_moe"],
@@ -218,12 +218,12 @@ PARALLEL_FAMILIES: tuple[Family, ...] = (
         flags="--parallel-residual",
         sizes=(
             *build_sizes(intermediate_size="ffn_hidden_size"),
-            Setting("num_kv_heads", "--num-query-groups", "query groups"),
+            ConfigKey("num_kv_heads", "--num-query-groups", "query groups"),
         ),
         settings=(
-            UNTIED, Setting("layer_norm_epsilon", "--norm-epsilon", default=1e-5), ROTARY_BASE,
-            Setting("bias", "--disable-bias-linear", "inverted switch", default=True),
-            Setting("num_ln_in_parallel_attn", "--parallel-residual-shares-norm", "one norm"),
+            UNTIED, ConfigKey("layer_norm_epsilon", "--norm-epsilon", default=1e-5), ROTARY_BASE,
+            ConfigKey("bias", "--disable-bias-linear", "inverted switch", default=True),
+            ConfigKey("num_ln_in_parallel_attn", "--parallel-residual-shares-norm", "one norm"),
         ),
         rows=_FALCON_ROWS, other_names={"n_embed": "hidden_size"},
         expects={"new_decoder_architecture": True, "head_dim": None},

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from megatron.core.errors import ConfigError
-from megatron.training.recipes.family import Family, Setting
+from megatron.training.recipes.family import ConfigKey, Family
 from megatron.training.recipes.family_defaults import Fields, complete_latent, list_layers, size
 from megatron.training.recipes.family_rows import EXPERT_BIAS, OURS, PREDICTION_ROWS, THEIRS, rename_rows
 from megatron.training.recipes.family_settings import EXPERT_GROUPS, FURTHER_TOKENS, ROUTED, TWO_BEST, build_deepseek
@@ -21,10 +21,10 @@ _GLM_DEFAULTS: Fields = _DEFAULTS | size(78, 6144, 12288, 64, 64, 202752) | {
     "topk_group": 1, "index_n_heads": 32, "indexer_types": None,
 }  # fmt: skip
 _INDEXER = (
-    Setting("index_n_heads", "--dsa-indexer-n-heads", needed=True),
-    Setting("index_head_dim", "--dsa-indexer-head-dim", needed=True),
-    Setting("index_topk", "--dsa-indexer-topk", needed=True),
-    Setting("mlp_layer_types", "--moe-layer-freq", "layers with experts", word="sparse"),
+    ConfigKey("index_n_heads", "--dsa-indexer-n-heads", needed=True),
+    ConfigKey("index_head_dim", "--dsa-indexer-head-dim", needed=True),
+    ConfigKey("index_topk", "--dsa-indexer-topk", needed=True),
+    ConfigKey("mlp_layer_types", "--moe-layer-freq", "layers with experts", word="sparse"),
 )
 _INDEXER_ROWS = {
     **rename_rows(
@@ -87,8 +87,8 @@ SPARSE_FAMILIES: tuple[Family, ...] = (
         flags=f"{_FLAGS}{_NORM} --dsa-indexer-rope-interleaved --no-dsa-indexer-rotate-activation",
         settings=(
             *_INDEXER, *EXPERT_GROUPS, TWO_BEST, FURTHER_TOKENS,
-            Setting("index_topk_freq", "--dsa-indexer-topk-freq", default=1),
-            Setting("index_skip_topk_offset", "--dsa-indexer-skip-topk-offset", default=1),
+            ConfigKey("index_topk_freq", "--dsa-indexer-topk-freq", default=1),
+            ConfigKey("index_skip_topk_offset", "--dsa-indexer-skip-topk-offset", default=1),
         ),
         rows=EXPERT_BIAS | PREDICTION_ROWS | _INDEXER_ROWS, other_names=ROUTED,
         complete=_complete_glm, defaults=_GLM_DEFAULTS,

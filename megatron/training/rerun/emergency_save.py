@@ -19,7 +19,7 @@ from megatron.training.checkpoint.run_tensors import build_sharded_model_state, 
 from megatron.training.config.checkpoint import FOR_UPSTREAM
 from megatron.training.config.container import RunConfig
 from megatron.training.rerun.replay import StepStart
-from megatron.training.rerun.survivors import Condition, meet, regroup
+from megatron.training.rerun.survivors import SurvivorState, meet, regroup
 from megatron.training.run import Run, list_none
 
 
@@ -31,28 +31,28 @@ class NoEmergencySaveError(Exception):
         super().__init__(reason)
 
 
-def take_condition(run: Run, error: Exception, start: StepStart | None, *, evaluates: bool) -> Condition:
+def take_condition(run: Run, error: Exception, start: StepStart | None, *, evaluates: bool) -> SurvivorState:
     """This rank's state after a failure; the run goes back to the end of its last iteration.
 
     start: of the step under way, None between steps. evaluates: an evaluation follows the iteration that was done.
     """
     done = run.progress.iteration
     if isinstance(error, MegatronError) and error.questions_state:
-        return Condition(done, "the error puts the state itself in question")
+        return SurvivorState(done, "the error puts the state itself in question")
     if run.optimizer.is_changing:
-        return Condition(done, "an update of the weights was under way")
+        return SurvivorState(done, "an update of the weights was under way")
     if start is not None and start.progress["iteration"] == done:
         start.put_back(run)
     elif start is not None and evaluates:
-        return Condition(done, f"the evaluation after iteration {done} was not finished")
+        return SurvivorState(done, f"the evaluation after iteration {done} was not finished")
     try:
-        return Condition(done, _find_bad_tensor(run))
+        return SurvivorState(done, _find_bad_tensor(run))
     # Of a device that computes no more, or a gather of parameters that cannot be finished.
     except RuntimeError as failure:
-        return Condition(done, f"its state cannot be read ({' '.join(str(failure).split())[:200]})")
+        return SurvivorState(done, f"its state cannot be read ({' '.join(str(failure).split())[:200]})")
 
 
-def gather_survivors(run: Run, own: Condition) -> tuple[Group, list[int]]:
+def gather_survivors(run: Run, own: SurvivorState) -> tuple[Group, list[int]]:
     """Return a group of the ranks that are left, and the ranks for whose random numbers this one stands: its own, and
     those of lost replicas. Every rank that is left calls it. Raises NoEmergencySaveError, on all of them."""
     config, world = run.config, run.groups.world
@@ -73,7 +73,7 @@ def gather_survivors(run: Run, own: Condition) -> tuple[Group, list[int]]:
         raise NoEmergencySaveError(reason, rank) from failure
 
 
-def _judge(config: RunConfig, grid: RankGrid, conditions: dict[int, Condition]) -> dict[int, int]:
+def _judge(config: RunConfig, grid: RankGrid, conditions: dict[int, SurvivorState]) -> dict[int, int]:
     """Return lost rank -> replica that stands for it. Raises NoEmergencySaveError."""
     present = sorted(conditions)
     speaker = present[0]

@@ -22,7 +22,7 @@ LEDGER = "ledger.jsonl"
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     """Iterations in succession."""
 
     iterations: tuple[int, int]
@@ -40,7 +40,7 @@ class Ledger:
 
     def __init__(self, save: str | Path, blend: tuple[str, ...]) -> None:
         self.path, self.blend = Path(save) / LEDGER, blend
-        self.entries: list[Entry] = []
+        self.entries: list[LedgerEntry] = []
 
     def begin(self, iteration: int, samples: int) -> None:
         """Read what led to the checkpoint that the run goes on from. Lines that cannot be read, and gaps, are left as
@@ -55,7 +55,7 @@ class Ledger:
                 content = json.loads(line)
                 first, last = content["iterations"]
                 samples_here = (content["samples"][0], content["samples"][1])
-                entry = Entry((first, last), samples_here, tuple(content["blend"]), content["skipped"])
+                entry = LedgerEntry((first, last), samples_here, tuple(content["blend"]), content["skipped"])
             except (ValueError, TypeError, LookupError):
                 continue
             if last <= iteration:
@@ -70,11 +70,11 @@ class Ledger:
         done, consumed = start
         for iteration in sorted(i for i in passed_over if start[0] < i <= end[0]):
             passed = passed_over[iteration]
-            self._add(Entry((done + 1, iteration - 1), (consumed, passed.first_sample - 1), self.blend))
+            self._add(LedgerEntry((done + 1, iteration - 1), (consumed, passed.first_sample - 1), self.blend))
             samples = (passed.first_sample, passed.last_sample)
-            self._add(Entry((iteration, iteration), samples, self.blend, passed.reason))
+            self._add(LedgerEntry((iteration, iteration), samples, self.blend, passed.reason))
             done, consumed = iteration, passed.last_sample + 1
-        self._add(Entry((done + 1, end[0]), (consumed, end[1] - 1), self.blend))
+        self._add(LedgerEntry((done + 1, end[0]), (consumed, end[1] - 1), self.blend))
 
     def write(self) -> None:
         """Put the file in the place of the former one. Raises OSError."""
@@ -83,7 +83,7 @@ class Ledger:
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, self.path)
 
-    def _add(self, entry: Entry) -> None:
+    def _add(self, entry: LedgerEntry) -> None:
         if entry.iterations[0] > entry.iterations[1]:
             return
         last = self.entries[-1] if self.entries else None

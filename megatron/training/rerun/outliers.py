@@ -12,7 +12,7 @@ SAMPLES = 100
 FACTOR = 10.0
 
 
-class Yardstick:
+class LargestValues:
     """The largest value of a run's first iterations, warm-up included, by name; checkpoints keep it."""
 
     def __init__(self) -> None:

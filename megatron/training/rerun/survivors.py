@@ -24,7 +24,7 @@ _LOOK_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
-class Condition:
+class SurvivorState:
     """State of one process when it met the failure."""
 
     iteration: int
@@ -47,10 +47,10 @@ def meet(
     store: dist.Store,
     rank: int,
     size: int,
-    own: Condition,
+    own: SurvivorState,
     list_ended: Callable[[Sequence[int]], list[int]],
     patience: Patience = Patience(),
-) -> dict[int, Condition]:
+) -> dict[int, SurvivorState]:
     """Return the ranks that have come with their conditions, the same on all of them; every one that is left calls it.
 
     store: of this failure alone. list_ended: which of some ranks have ended. Raises TimeoutError where no list of those
@@ -69,7 +69,7 @@ def meet(
         present = json.loads(store.get("present"))
     if rank not in present:
         raise TimeoutError(f"rank {rank} met the failure later than the others waited for it")
-    return {member: Condition(**json.loads(store.get(f"condition/{member}"))) for member in present}
+    return {member: SurvivorState(**json.loads(store.get(f"condition/{member}"))) for member in present}
 
 
 def regroup(store: dist.Store, rank: int, present: Sequence[int]) -> Group:

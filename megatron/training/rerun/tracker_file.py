@@ -19,7 +19,7 @@ _LASTING = ("rerun_disabled", "first_rerun_reproducible", "second_rerun_reproduc
 
 
 @dataclass(frozen=True)
-class Event:
+class ResultVerdict:
     """A verdict on one result."""
 
     node: str
@@ -51,7 +51,7 @@ class RejectionLog:
                     "another file"
                 ) from error
 
-    def add(self, event: Event) -> None:
+    def add(self, event: ResultVerdict) -> None:
         """Write the event on its own rank."""
         if self.path is None or event.rank != self.rank:
             return

@@ -26,9 +26,9 @@ from megatron.core.collectives import all_gather_object, all_reduce
 from megatron.core.errors import NonFiniteError, RerunError, say
 from megatron.training.checkpoint.save_and_load import save_checkpoint
 from megatron.training.config.reliability import ReliabilityConfig
-from megatron.training.rerun.outliers import Yardstick
+from megatron.training.rerun.outliers import LargestValues
 from megatron.training.rerun.replay import StepStart, describe_samples, find_first_bad, replay
-from megatron.training.rerun.tracker_file import Event, RejectionLog
+from megatron.training.rerun.tracker_file import RejectionLog, ResultVerdict
 from megatron.training.run import Place, Run
 
 GRADIENTS, LOSSES = "the gradient norm", "loss"
@@ -109,7 +109,7 @@ class StepValidator:
         self._random = random.Random(seed)
         self.log = RejectionLog(settings.result_rejected_tracker_filename, place.job)
         self._spikes = spikes if self._reruns else ()
-        self.yardstick = Yardstick()
+        self.yardstick = LargestValues()
         """Largest values of a micro-batch of any rank in each of the first iterations."""
         self._pending: Rejection | None = None
         """Of an attempt before this one: is to be computed again in the next step."""
@@ -291,7 +291,7 @@ class StepValidator:
         return rate > 0 and self._pending is None and (self._random.randrange(rate) + rank) % rate == 0
 
     def _note_event(self, found: Rejection, iteration: int, status: str, number: float) -> None:
-        event = Event(found.node, found.device, found.rank, iteration, status, number, found.value.message)
+        event = ResultVerdict(found.node, found.device, found.rank, iteration, status, number, found.value.message)
         self.log.add(event)
 
     def _read_note(self) -> dict[str, Any] | None:

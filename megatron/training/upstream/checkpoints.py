@@ -214,7 +214,7 @@ def load_args_from_checkpoint(
     return args, Namespace(**settings)
 
 
-class _Chunk:
+class _ProgramModel:
     """A model of a program's own, wrapped or bare, as checkpoints need it: the network in `module`."""
 
     def __init__(self, wrapped: Any, groups: ProcessGroupCollection) -> None:
@@ -260,7 +260,7 @@ def _parts(args: Namespace, model: Any, optimizer: Any, scheduler: Any) -> _Part
     config = make_run_config(args)
     if optimizer is None:
         config = config.with_groups(checkpoint=replace(config.checkpoint, no_load_optim=True, no_save_optim=True))
-    chunks = [_Chunk(chunk, groups) for chunk in (model if isinstance(model, list | tuple) else [model])]
+    chunks = [_ProgramModel(chunk, groups) for chunk in (model if isinstance(model, list | tuple) else [model])]
     return _Parts(
         config,
         groups,

@@ -7,7 +7,7 @@ import atexit
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.async_save import AsyncSaver, Outcome
+from megatron.core.dist_checkpointing.async_save import AsyncSaver, SaveResult
 from megatron.core.dist_checkpointing.directory import list_superseded, remove_checkpoint
 from megatron.core.dist_checkpointing.writer_process import WriterProcess
 from megatron.core.errors import ConfigError, StorageError, report_error, say
@@ -76,7 +76,7 @@ class LoopSaves:
             self._note(self._saver.wait(_PATIENCE_SECONDS))
             self._saver.close()
 
-    def _note(self, outcome: Outcome | None) -> None:
+    def _note(self, outcome: SaveResult | None) -> None:
         if outcome is None:
             return
         is_first = self._world.rank() == 0

@@ -67,7 +67,7 @@ class Moment(enum.IntEnum):
     LATER = 6
 
 
-class Finding(NamedTuple):
+class ParityFinding(NamedTuple):
     """One difference."""
 
     moment: Moment
@@ -95,7 +95,7 @@ def compare(reference: Trace, found: Trace, tolerances: Tolerances | None = None
     return [str(item) for item in [*findings, *found.disagreements]]
 
 
-def find_differences(reference: Trace, found: Trace, tolerances: Tolerances | None = None) -> list[Finding]:
+def find_differences(reference: Trace, found: Trace, tolerances: Tolerances | None = None) -> list[ParityFinding]:
     """Return what differs by more than rounding, in the order in which it arose."""
     limits = tolerances or Tolerances()
     findings = list(_compare_points(reference, found, limits))
@@ -107,13 +107,13 @@ def find_differences(reference: Trace, found: Trace, tolerances: Tolerances | No
             if not size <= limits.loss:
                 text = f"{theirs.get(name)} instead of {loss} (relative {size:.1e})"
                 findings.append(
-                    Finding(moment, f"{name} at iteration {iteration}", text, size, "", iteration=iteration)
+                    ParityFinding(moment, f"{name} at iteration {iteration}", text, size, "", iteration=iteration)
                 )
     for norm, wanted in zip(found.grad_norms[:1], reference.grad_norms[:1], strict=True):
         size = _measure_relative(norm, wanted)
         if not size <= limits.grad and not math.isnan(wanted):
             text = f"{norm} instead of {wanted} (relative {size:.1e})"
-            findings.append(Finding(Moment.NORM, "gradient norm of the first iteration", text, size, ""))
+            findings.append(ParityFinding(Moment.NORM, "gradient norm of the first iteration", text, size, ""))
     findings += _compare_parameters(reference, found, limits)
     order = _BackwardOrder(reference)
     # Stable: what has no place of its own keeps the order in which it was found.
@@ -160,7 +160,7 @@ class _BackwardOrder:
         self.outputs = {point.module: self.points[point.name] for point in reference.points.values() if point.module}
         """Module -> its last point, which is its output."""
 
-    def find_place(self, finding: Finding) -> tuple[float, float]:
+    def find_place(self, finding: ParityFinding) -> tuple[float, float]:
         """A key to sort by."""
         if finding.moment is not Moment.BACKWARD:
             return 0.0, 0.0
@@ -186,7 +186,7 @@ class _BackwardOrder:
 # ---- what
 
 
-def _compare_points(reference: Trace, found: Trace, limits: Tolerances) -> Iterator[Finding]:
+def _compare_points(reference: Trace, found: Trace, limits: Tolerances) -> Iterator[ParityFinding]:
     """Activations, and their gradients, where both traces have them."""
     both = [(point, found.points[name]) for name, point in reference.points.items() if name in found.points]
     for what in ("values", "grads"):
@@ -207,7 +207,7 @@ def _compare_point(
     limits: Tolerances,
     scale: float,
     coordinates: Sequence[Mapping[str, tuple[int, int]]],
-) -> Finding | None:
+) -> ParityFinding | None:
     """One point's `values` or `grads`. scale: the largest element of all points."""
     expected, given = getattr(point, what), getattr(other, what)
     moment = Moment.BACKWARD if what == "grads" else Moment.DATA if point.part in DATA else Moment.FORWARD
@@ -215,7 +215,7 @@ def _compare_point(
     subject = f"gradient of the {point.name}" if what == "grads" else point.name
     if expected.shape != given.shape:
         text = f"shape {tuple(given.shape)} instead of {tuple(expected.shape)}"
-        return Finding(moment, subject, text, math.nan, point.name)
+        return ParityFinding(moment, subject, text, math.nan, point.name)
     # Of several holders the one that is furthest off.
     worst = max(given, other.contrary[what], key=lambda tensor: _measure_error(tensor, expected))
     limit, floor = (0.0, 0.0) if is_exact else (limits.activation, limits.negligible * scale)
@@ -229,10 +229,10 @@ def _compare_point(
     text = f"{_text_of(expected, worst, difference, element)}, {place}"
     if not torch.equal(given, other.contrary[what]):
         text += "; its holders differ from each other"
-    return Finding(moment, subject, text, difference.relative, point.name, ratio=difference.ratio)
+    return ParityFinding(moment, subject, text, difference.relative, point.name, ratio=difference.ratio)
 
 
-def _compare_parameters(reference: Trace, found: Trace, limits: Tolerances) -> Iterator[Finding]:
+def _compare_parameters(reference: Trace, found: Trace, limits: Tolerances) -> Iterator[ParityFinding]:
     last, update = len(reference.losses), reference.first_update
     kinds: list[tuple[str, int, Mapping[str, Tensor], Mapping[str, Tensor], float]] = [
         ("gradient of the first iteration", 0, reference.grads, found.grads, limits.grad),
@@ -248,12 +248,12 @@ def _compare_parameters(reference: Trace, found: Trace, limits: Tolerances) -> I
         scale = max((float(tensor.abs().max()) for tensor in wanted.values()), default=0.0)
         # Kept at the end in any case; earlier values are kept where the layout allows it.
         for name in sorted(wanted.keys() ^ given.keys()) if wanted is reference.weights else ():
-            yield Finding(Moment.BACKWARD, name, "exists in one of the layouts only", math.nan, name, True)
+            yield ParityFinding(Moment.BACKWARD, name, "exists in one of the layouts only", math.nan, name, True)
         for name in (name for name in wanted if name in given):
             subject = f"{what} of {name}"
             if wanted[name].shape != given[name].shape:
                 text = f"shape {tuple(given[name].shape)} instead of {tuple(wanted[name].shape)}"
-                yield Finding(moment, subject, text, math.nan, name, True, iteration=max(1, iteration))
+                yield ParityFinding(moment, subject, text, math.nan, name, True, iteration=max(1, iteration))
                 continue
             difference = _find_difference(wanted[name], given[name], limit, limits.negligible * scale)
             if difference is not None:
@@ -262,7 +262,7 @@ def _compare_parameters(reference: Trace, found: Trace, limits: Tolerances) -> I
                 if difference.ratio is not None:
                     text += f"; the whole tensor is {difference.ratio:.3g} times what it should be"
                 size, ratio = difference.relative, difference.ratio
-                yield Finding(moment, subject, text, size, name, True, ratio, max(1, iteration))
+                yield ParityFinding(moment, subject, text, size, name, True, ratio, max(1, iteration))
 
 
 class _Difference(NamedTuple):

@@ -29,7 +29,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.config.container import RunConfig
 from megatron.training.recipes.recipe import Recipe
 from megatron.training.step import train_step
-from megatron.training.verify.loss_function import Evaluation, LossFunction
+from megatron.training.verify.loss_function import LossEvaluation, LossFunction
 from megatron.training.verify.parity import FirstGradients, list_placed_parameters, list_untrained, open_local_run
 
 DIRECTIONS = 2
@@ -146,7 +146,7 @@ class _Slope(NamedTuple):
         return abs(self.measured - self.found)
 
 
-def _check_tensor(report: SlopeReport, function: LossFunction, base: Evaluation, name: str, param: Tensor) -> None:
+def _check_tensor(report: SlopeReport, function: LossFunction, base: LossEvaluation, name: str, param: Tensor) -> None:
     """Add what comes of one tensor."""
     report.tensors += 1
     gradient = report.gradients[name].view(param.shape)
@@ -172,7 +172,7 @@ def _check_tensor(report: SlopeReport, function: LossFunction, base: Evaluation,
 
 
 def _measure_slope(
-    function: LossFunction, base: Evaluation, param: Tensor, direction: Tensor, gradient: Tensor, typical: float
+    function: LossFunction, base: LossEvaluation, param: Tensor, direction: Tensor, gradient: Tensor, typical: float
 ) -> _Slope | None:
     """The slope with the longest step at which it is the gradient's, else the nearest to that; None where every step
     changed a choice of experts."""

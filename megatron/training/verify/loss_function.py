@@ -29,14 +29,14 @@ from megatron.core.transformer.sparse_attention import SparseCore
 from megatron.training.run import Run
 
 
-class Evaluation(NamedTuple):
+class LossEvaluation(NamedTuple):
     """The loss at one place."""
 
     value: float
     choices: list[list[Tensor]]
     """For each router the experts [T, k] of each microbatch."""
 
-    def chooses_as(self, other: Evaluation) -> bool:
+    def chooses_as(self, other: LossEvaluation) -> bool:
         """Return True where every token goes to the same experts."""
         pairs = zip(itertools.chain(*self.choices), itertools.chain(*other.choices), strict=True)
         return all(torch.equal(*pair) for pair in pairs)
@@ -59,7 +59,7 @@ class LossFunction:
         torch.set_rng_state(self._states[0])
         get_cuda_rng_tracker().set_states(self._states[1])
 
-    def __call__(self) -> Evaluation:
+    def __call__(self) -> LossEvaluation:
         """Evaluate it."""
         self.rewind()
         for scale in find_auxiliary_loss_scales(chunk.module for chunk in self.run.model):
@@ -78,7 +78,7 @@ class LossFunction:
             router.route_log = None
         total, tokens = (sum(column) for column in zip(*shares, strict=True))
         per_token = self.run.config.model.calculate_per_token_loss
-        return Evaluation(total / (tokens if per_token else len(shares)), [log.experts for log in logs])
+        return LossEvaluation(total / (tokens if per_token else len(shares)), [log.experts for log in logs])
 
     def _evaluate_microbatch(self, batch: Mapping[str, Tensor]) -> tuple[float, float]:
         """The loss of a microbatch with all that is added to it, and its tokens; a sum over them with a loss per token,

@@ -29,7 +29,7 @@ _SWITCHES = {
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParityLayout:
     """Division of a run over processes: "tp2,sp,pp2,dp2"."""
 
     text: str
@@ -48,7 +48,7 @@ class Layout:
         return [term for part in self.text.split(",") if (term := part.strip()) not in ("", "1")]
 
 
-def parse_layout(text: str) -> Layout:
+def parse_layout(text: str) -> ParityLayout:
     """`tp2,sp,pp2` -> flags and sizes. Terms: tpN ppN cpN dpN epN etpN vppN sp dist-opt overlap overlap-all fsdp2, or
     any flag (`--name`, `--name value`). `1` and the empty text are one process. Raises ConfigError for another term."""
     flags: list[str] = []
@@ -70,10 +70,10 @@ def parse_layout(text: str) -> Layout:
         else:
             known = ", ".join([*(f"{name}N" for name in SIZE_FLAGS), "dpN", *_SWITCHES])
             raise ConfigError(f"--layouts {text!r}: {term!r} is not known; use {known}, or a flag such as --name=value")
-    return Layout(text or "1", tuple(flags), sizes)
+    return ParityLayout(text or "1", tuple(flags), sizes)
 
 
-def find_smallest_part(layout: Layout, still: Callable[[Layout], bool]) -> Layout:
+def find_smallest_part(layout: ParityLayout, still: Callable[[ParityLayout], bool]) -> ParityLayout:
     """Leave out terms (axes, switches and flags alike) as long as what was seen of the layout is still seen.
 
     still(part): whether it is; False for a part that cannot run. In the result every term is needed.
@@ -91,7 +91,7 @@ def find_smallest_part(layout: Layout, still: Callable[[Layout], bool]) -> Layou
     return parse_layout(",".join(terms))
 
 
-def choose_padding(layouts: Sequence[Layout], divisible_by: int) -> Mapping[str, int]:
+def choose_padding(layouts: Sequence[ParityLayout], divisible_by: int) -> Mapping[str, int]:
     """Layout's text -> --make-vocab-size-divisible-by with which all of them pad the vocabulary alike: the padding rows
     take part in the softmax, as upstream's do."""
     unit = 1

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from megatron.training.hooks.activations import Point
-from megatron.training.verify.comparison import Finding, Moment
+from megatron.training.verify.comparison import Moment, ParityFinding
 from megatron.training.verify.parity import Disagreement, Trace
 
 _LISTED, _LISTED_DISAGREEMENTS = 8, 3
@@ -29,7 +29,9 @@ _PLURAL = {
 }
 
 
-def write_report(reference: Trace, found: Trace, findings: Sequence[Finding], *, show_all: bool = False) -> list[str]:
+def write_report(
+    reference: Trace, found: Trace, findings: Sequence[ParityFinding], *, show_all: bool = False
+) -> list[str]:
     """Lines about what differs, nearest to its cause first; empty where nothing does.
 
     findings: of `find_differences`. show_all: every one of them in full, instead of the first ones.
@@ -66,7 +68,7 @@ def _list_disagreements(disagreements: Sequence[Disagreement], show_all: bool) -
     return [title, *(f"    {item}" for item in listed), *_count_hidden(len(ordered) - len(listed))]
 
 
-def _list_rest(rest: Sequence[Finding], title: str, show_all: bool) -> list[str]:
+def _list_rest(rest: Sequence[ParityFinding], title: str, show_all: bool) -> list[str]:
     if not rest:
         return []
     listed = rest if show_all else rest[:_LISTED]
@@ -81,7 +83,7 @@ def _count_hidden(number: int) -> list[str]:
 # ---- where it begins
 
 
-def _locate(reference: Trace, found: Trace, first: Finding) -> tuple[str, str]:
+def _locate(reference: Trace, found: Trace, first: ParityFinding) -> tuple[str, str]:
     """The end of the sentence `it begins ...`, and the nearest that agrees; empty where nothing does."""
     if first.moment is Moment.FORWARD:
         return _locate_forward(reference, found, first)
@@ -110,7 +112,7 @@ def _locate(reference: Trace, found: Trace, first: Finding) -> tuple[str, str]:
     return where, ", ".join(agreeing)
 
 
-def _locate_forward(reference: Trace, found: Trace, first: Finding) -> tuple[str, str]:
+def _locate_forward(reference: Trace, found: Trace, first: ParityFinding) -> tuple[str, str]:
     point = reference.points[first.tensor]
     before = _find_neighbour(reference, point, -1, lambda other: not _are_siblings(point, other))
     start = "in the forward pass of the first iteration"
@@ -122,7 +124,7 @@ def _locate_forward(reference: Trace, found: Trace, first: Finding) -> tuple[str
     return f"{start}, between two modules{_BETWEEN[point.part]}{border}", before.name
 
 
-def _locate_backward(reference: Trace, found: Trace, first: Finding) -> tuple[str, str]:
+def _locate_backward(reference: Trace, found: Trace, first: ParityFinding) -> tuple[str, str]:
     point = reference.points[first.tensor]
     after = _find_neighbour(
         reference, point, +1, lambda other: other.grads is not None and not _are_siblings(point, other)
@@ -137,7 +139,7 @@ def _locate_backward(reference: Trace, found: Trace, first: Finding) -> tuple[st
     return f"{start}, between two modules{_BETWEEN[after.part]}{border}", agreeing
 
 
-def _locate_gradient(reference: Trace, found: Trace, first: Finding) -> tuple[str, str]:
+def _locate_gradient(reference: Trace, found: Trace, first: ParityFinding) -> tuple[str, str]:
     name = first.tensor
     placement = found.placements.get(name)
     sums = [f"its sum over {axis}" for axis in (placement.partial_grad_axes if placement else ())]
@@ -197,7 +199,7 @@ def _describe_border(found: Trace, one: Point, other: Point) -> str:
 # ---- what they have in common
 
 
-def _find_common_trait(reference: Trace, found: Trace, together: Sequence[Finding]) -> str:
+def _find_common_trait(reference: Trace, found: Trace, together: Sequence[ParityFinding]) -> str:
     """Return what sets the parameters that differ apart from those that agree; empty where nothing does."""
     parameters = [item for item in together if item.is_parameter]
     if len(parameters) < 2 or len(parameters) < len(together):

@@ -13,7 +13,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.speculation import PromptLookup
-from megatron.serving.service import Event, Job, Service
+from megatron.serving.service import RequestEvent, ServedRequest, Service
 from megatron.training.checkpoint.trained_model import TrainedModel, load_trained_model
 from megatron.training.flags.flag import former_flags
 from tests.functional.pretrain_runs import run
@@ -102,14 +102,14 @@ def test_flags_of_training_are_compared_with_the_checkpoint(trained: TrainedMode
 
 def test_a_line_every_few_passes(trained: TrainedModel, capsys: pytest.CaptureFixture[str]) -> None:
     service = Service(4, log_interval=2)
-    events: list[Event] = []
+    events: list[RequestEvent] = []
 
-    def note(event: Event) -> None:
+    def note(event: RequestEvent) -> None:
         events.append(event)
         if event.ended_by is not None:
             service.drain(10)
 
-    service.submit(Job({"prompt": [3], "max_new_tokens": 5, "sampling": Sampling(greedy=True)}, note))
+    service.submit(ServedRequest({"prompt": [3], "max_new_tokens": 5, "sampling": Sampling(greedy=True)}, note))
     service.run(build(trained))
     lines = capsys.readouterr().err.splitlines()
     assert lines == [f"pass {n}: 1 running, 0 waiting, {n} tokens written, 0 preemptions" for n in (2, 4)]

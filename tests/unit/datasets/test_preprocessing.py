@@ -20,7 +20,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.preprocessing import job
 from megatron.core.datasets.preprocessing.input_files import read_chunks
-from megatron.core.datasets.preprocessing.job import PreprocessOptions, Progress, preprocess
+from megatron.core.datasets.preprocessing.job import JobProgress, PreprocessOptions, preprocess
 from megatron.core.datasets.preprocessing.worker_pool import WorkerPool
 from megatron.core.errors import ConfigError, DataError, StorageError
 from megatron.core.tokenizers.build import build_tokenizer
@@ -177,7 +177,7 @@ def test_fast_encoder_that_fails_later(tmp_path: Path, monkeypatch: pytest.Monke
     source = write_lines(tmp_path / "in.jsonl", *[{"text": f"{number} 7"} for number in range(50)])
     said = io.StringIO()
     options = PreprocessOptions(input=str(source), output_prefix=str(tmp_path / "out"))
-    summary = preprocess(options, tokenizer, lambda size: Progress(said, 10, size))
+    summary = preprocess(options, tokenizer, lambda size: JobProgress(said, 10, size))
     dataset = IndexedDataset(summary.prefixes[0])
     assert [dataset[number].tolist() for number in range(50)] == [[number, 7] for number in range(50)]
     assert "starting again without the fast encoder" in said.getvalue()
@@ -190,7 +190,7 @@ def test_progress_bar_on_a_terminal() -> None:
             return True
 
     stream = Terminal()
-    progress = Progress(stream, 1, total_bytes=1000)
+    progress = JobProgress(stream, 1, total_bytes=1000)
     progress.add(3, 500)
     assert "[###############...............]  50%" in stream.getvalue() and "docs/s" in stream.getvalue()
     assert "MB/s" in stream.getvalue() and " left" in stream.getvalue()
@@ -198,7 +198,7 @@ def test_progress_bar_on_a_terminal() -> None:
 
 def test_progress_lines_elsewhere() -> None:
     stream = io.StringIO()
-    progress = Progress(stream, log_interval=10, total_bytes=None)
+    progress = JobProgress(stream, log_interval=10, total_bytes=None)
     for _ in range(25):
         progress.add(1, 100)
     assert [line.split(":")[0] for line in stream.getvalue().splitlines()] == [

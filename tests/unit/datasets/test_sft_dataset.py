@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.datasets.blend import Split
+from megatron.core.datasets.blend import DataSplit
 from megatron.core.datasets.megatron_dataset import PackedDocuments
 from megatron.core.datasets.sft_dataset import ConversationFile, SFTDataset, encode, pack
 from megatron.core.errors import ConfigError, DataError
@@ -221,7 +221,7 @@ def test_epochs_are_shuffled_and_splits_are_apart(file: Path) -> None:
     sequences = len(train.pack_bounds) - 1
     first, second = train.shuffle_index[:sequences].tolist(), train.shuffle_index[sequences : 2 * sequences].tolist()
     assert len(train) == 50 and sorted(first) == sorted(second) == list(range(sequences)) and first != second
-    assert train.lines.max() == 29 and valid.lines.min() == 30 and valid.index_split is Split.valid
+    assert train.lines.max() == 29 and valid.lines.min() == 30 and valid.index_split is DataSplit.valid
     assert train.locate(0).startswith(f"{file}, line ")
     assert train[None]["loss_mask"].sum() == 0
 

@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing import serialization, torch_dist
-from megatron.core.dist_checkpointing.async_save import AsyncSaver, Outcome
+from megatron.core.dist_checkpointing.async_save import AsyncSaver, SaveResult
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, SlicedTensor
 from megatron.core.dist_checkpointing.writer_process import WriterProcess
 from megatron.core.errors import StorageError
@@ -69,7 +69,7 @@ def begin(saver: AsyncSaver, state: ShardedStateDict, root: Path, iteration: int
     saver.start(state, root, iteration, documents=documents, group=ALONE)
 
 
-def awaited(saver: AsyncSaver) -> Outcome:
+def awaited(saver: AsyncSaver) -> SaveResult:
     outcome = saver.wait()
     assert outcome is not None and saver.wait() is None, "an outcome is told once"
     return outcome

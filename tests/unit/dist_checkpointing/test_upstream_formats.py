@@ -24,8 +24,8 @@ from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.dist_checkpointing.upstream_dist import name_upstream
 from megatron.core.dist_checkpointing.upstream_layout import (
     BucketPadding,
+    BucketSlot,
     Parameter,
-    Slot,
     fill_buckets,
     place_in_buckets,
 )
@@ -238,7 +238,7 @@ def test_buckets_are_filled_and_found_as_upstream_fills_them(layout: str, replic
             slots, sizes = fill_buckets(ours, limit, padding)
             assert sizes == [end - start for start, end, _ in buckets]
             assert [padding.pad(size) for size in sizes] == [padded - start for start, _, padded in buckets]
-            expected = [Slot(bucket, start - buckets[bucket][0]) for _, start, _, bucket in placed]
+            expected = [BucketSlot(bucket, start - buckets[bucket][0]) for _, start, _, bucket in placed]
             assert slots[::-1] == expected
             assert place_in_buckets(ours, sizes) == slots
 

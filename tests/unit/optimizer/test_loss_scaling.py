@@ -15,7 +15,7 @@ from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.training.hooks.writers import build_row_points
-from megatron.training.metrics import Row
+from megatron.training.metrics import MetricsRow
 from tests.support.run_flags import run_config
 from tests.support.tiny_training import differing, train_tiny
 from tests.unit.optimizer.test_megatron_optimizer import loss_of, tiny_network, train, wrapped
@@ -185,4 +185,6 @@ def test_a_run_skips_overflows_reports_them_and_resumes_bit_for_bit(
 @pytest.mark.flags("--log-loss-scale-to-tensorboard")
 def test_the_scale_in_tensorboard() -> None:
     for flag, expected in (("", True), ("--no-log-loss-scale-to-tensorboard", False)):
-        assert ("loss-scale" in build_row_points(Row(1, {"loss_scale": 64.0}), run_config(flag).logger, 1)) is expected
+        assert (
+            "loss-scale" in build_row_points(MetricsRow(1, {"loss_scale": 64.0}), run_config(flag).logger, 1)
+        ) is expected

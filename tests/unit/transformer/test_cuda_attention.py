@@ -24,7 +24,7 @@ from megatron.core.transformer.core_attention.cuda import CUDAAttention
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
 from megatron.core.transformer.core_attention.flash import FlashCall, FlashKernel
 from megatron.core.transformer.core_attention.interface import AttentionInputs, AttentionOptions, Visible
-from megatron.core.transformer.core_attention.ring import Block, list_blocks_in_bands
+from megatron.core.transformer.core_attention.ring import RingBlock, list_blocks_in_bands
 from megatron.core.transformer.core_attention.sdpa import SDPAttention
 from megatron.core.transformer.core_attention.select import build_attention_backend
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -378,7 +378,7 @@ def test_on_a_gpu(widths: str, dtype: torch.dtype) -> None:
             compare(core, case, own, device, 2e-2 if dtype == torch.bfloat16 else 1e-4)
 
 
-def visible_in_blocks(blocks: list[Block], tokens: int) -> Tensor:
+def visible_in_blocks(blocks: list[RingBlock], tokens: int) -> Tensor:
     """bool [tokens, tokens]: what the kernel computes of a rank's queries and a source's keys."""
     seen = torch.zeros(tokens, tokens, dtype=torch.int64)
     for block in blocks:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from megatron.core.transformer.execution.cuda_graphs import Part, Passes
+from megatron.core.transformer.execution.cuda_graphs import Passes, Region
 from tests.support.graph_stand_in import StandInRecorder
 
 WIDTH = 4
@@ -25,7 +25,7 @@ class Parts:
         self.weights = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)]
         self.recorder = StandInRecorder()
         self.passes = Passes(self.recorder, 1)
-        self.parts: list[Part] = [self.passes.add(weight) for weight in self.weights]
+        self.parts: list[Region] = [self.passes.add(weight) for weight in self.weights]
 
     def run(self, x: Tensor, table: Tensor, between: Callable[[Tensor], Tensor] = lambda y: y) -> tuple[Tensor, Tensor]:
         """A pass: both outputs of the second part."""

@@ -48,7 +48,7 @@ _BAR_WIDTH = 30
 _REDRAW_SECONDS = 0.2
 
 
-class Progress:
+class JobProgress:
     """Documents and bytes so far, and how fast they come.
 
     log_interval   documents between two lines where the stream is no terminal
@@ -192,7 +192,7 @@ class Summary:
 
 
 def preprocess(
-    options: PreprocessOptions, tokenizer: Tokenizer, progress: Callable[[int], Progress] | None = None
+    options: PreprocessOptions, tokenizer: Tokenizer, progress: Callable[[int], JobProgress] | None = None
 ) -> Summary:
     """Run a job. Everything that can be checked is checked before work starts; nothing incomplete gets a final name.
 
@@ -209,7 +209,7 @@ def preprocess(
     # Before the lock and the encoder: a wrong path is answered at once.
     paths = find_inputs(options.input)
     work = document_options(options, paths, tokenizer)
-    show = progress or (lambda size: Progress(sys.stderr, options.log_interval, size))
+    show = progress or (lambda size: JobProgress(sys.stderr, options.log_interval, size))
     with output_lock(options.output_prefix):
         encoder = choose_encoder(tokenizer, sample_texts(paths, options))
         if options.use_gigatoken and isinstance(encoder, PlainEncoder):
@@ -275,7 +275,9 @@ def document_options(options: PreprocessOptions, paths: list[str], tokenizer: To
     )
 
 
-def _run(options: PreprocessOptions, paths: list[str], work: ChunkEncoder, show: Callable[[int], Progress]) -> Summary:
+def _run(
+    options: PreprocessOptions, paths: list[str], work: ChunkEncoder, show: Callable[[int], JobProgress]
+) -> Summary:
     """Encode all chunks and write them."""
     encoder, dtype = work.encoder, work.options.dtype
     summary = Summary(encoder=encoder.description, dtype=dtype)
@@ -376,5 +378,5 @@ def find_fastest(
     return max(speeds, key=speeds.__getitem__)
 
 
-def _quiet(size: int) -> Progress:
-    return Progress(io.StringIO(), 1 << 60, size)
+def _quiet(size: int) -> JobProgress:
+    return JobProgress(io.StringIO(), 1 << 60, size)

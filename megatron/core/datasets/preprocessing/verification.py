@@ -65,7 +65,7 @@ def verify_tokenization(options: PreprocessOptions, tokenizer: Tokenizer, max_do
     work = document_options(options, paths, tokenizer)
     whole, parts = output_prefixes(options.output_prefix, options.json_keys, options.partitions, options.level)
     result = Verified(prefixes=[*parts.values()])
-    readers = {part: _Reader(prefix, tokenizer) for part, prefix in parts.items()}
+    readers = {part: _DocumentReader(prefix, tokenizer) for part, prefix in parts.items()}
     for line in itertools.islice(_lines(paths, options, work, result), max_documents):
         partition = work.partition_of(line.number)
         for key, texts in zip(options.json_keys, line.texts, strict=True):
@@ -104,7 +104,7 @@ def _lines(
             yield _Line(place, chunk.first_line_overall + number, texts)
 
 
-class _Reader:
+class _DocumentReader:
     """The documents of a dataset, one after the other."""
 
     def __init__(self, prefix: str, tokenizer: Tokenizer) -> None:

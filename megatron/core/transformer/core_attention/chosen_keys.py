@@ -38,7 +38,7 @@ _BLOCK_ELEMENTS = 2**22
 """Scores of a block, or numbers gathered for it."""
 
 
-class Block(NamedTuple):
+class QueryBlock(NamedTuple):
     """Some queries, and the keys that any of them may see."""
 
     rows: slice
@@ -69,7 +69,7 @@ class Places:
         self.most_seen = keys if documents is None else max(documents.new)
         """Keys that a query may see at most."""
 
-    def blocks(self, elements: int) -> Iterator[Block]:
+    def blocks(self, elements: int) -> Iterator[QueryBlock]:
         """Yield blocks of queries. elements: numbers that a query needs for each of its keys."""
         size = max(1, _BLOCK_ELEMENTS // (elements * self.keys))
         for piece, end in self._pieces:
@@ -82,7 +82,7 @@ class Places:
                 allowed = keys <= positions[:, None]
                 if self._firsts is not None:
                     allowed &= keys >= self._firsts[start:stop, None].to(self.device, non_blocking=True)
-                yield Block(slice(start, stop), slice(first, last), allowed)
+                yield QueryBlock(slice(start, stop), slice(first, last), allowed)
 
 
 class IndexVectors(NamedTuple):
@@ -164,12 +164,12 @@ def attend_chosen(
     [t, b, c] of all heads, chosen int32 [s, b, k] -> [s, b, n, value_width]. A query without keys gets zeros."""
     seed = draw_seed() if dropout else None
     result: Tensor = _AttendChosen.apply(
-        query, key, chosen, _Call(choose_masked_kernel(scale, dropout, query.device), value_width, seed)
+        query, key, chosen, _ChosenKeysCall(choose_masked_kernel(scale, dropout, query.device), value_width, seed)
     )
     return result
 
 
-class _Call(NamedTuple):
+class _ChosenKeysCall(NamedTuple):
     """Settings of one call besides its tensors."""
 
     kernel: BlockKernel
@@ -197,7 +197,7 @@ class _AttendChosen(torch.autograd.Function):
     """Keeps the output and the logarithm of each query's sum; keys are gathered and scores computed anew."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, chosen: Tensor, call: _Call) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, chosen: Tensor, call: _ChosenKeysCall) -> Tensor:
         output = query.new_empty(*query.shape[:3], call.value_width)
         log_sum = query.new_empty(query.shape[:3], dtype=wide_dtype(query))
         for rows, inputs, rule, _ in call.blocks(query, key, chosen):
@@ -211,7 +211,7 @@ class _AttendChosen(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         query, key, chosen, output, log_sum = ctx.saved_tensors
-        call: _Call = ctx.call
+        call: _ChosenKeysCall = ctx.call
         grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
         grad_key = torch.zeros(key.shape, dtype=wide_dtype(key), device=key.device)
         for rows, inputs, rule, lies in call.blocks(query, key, chosen):

@@ -198,13 +198,13 @@ class QueryBlocksAttention(AttentionBackend):
         kernel: BlockKernel = self.kernel
         if self.choose is not None:
             kernel = self.choose(self.options.scale, 0.0 if seed is None else self.options.dropout, inputs.query.device)
-        call = _Call(kernel, inputs.visible, seed)
+        call = _BlockCall(kernel, inputs.visible, seed)
         result: Tensor = _QueryBlocks.apply(inputs.query, inputs.key, inputs.value, inputs.sinks, call)
         return result.flatten(2)  # [s, b, n, dv] -> [s, b, n * dv]
 
 
 @dataclass(frozen=True)
-class _Call:
+class _BlockCall:
     """Settings of one call besides its tensors; the same in forward and backward."""
 
     kernel: BlockKernel
@@ -222,7 +222,7 @@ class _Call:
 
 class _QueryBlocks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: _Call) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: _BlockCall) -> Tensor:
         q, k, v = (_heads_first(x) for x in (query, key, value))
         # Written block by block where the output projection reads it; the kernels see it as [b, n, s, dv].
         output = query.new_empty((*query.shape[:3], value.shape[3]))  # [s, b, n, dv]
@@ -239,7 +239,7 @@ class _QueryBlocks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         query, key, value, sinks, output, log_sum = ctx.saved_tensors
-        call: _Call = ctx.call
+        call: _BlockCall = ctx.call
         q, k, v, out, grad = (_heads_first(x) for x in (query, key, value, output, grad_output))
         grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
         # Several blocks add to one key: in float32, whatever the format of the keys.

@@ -62,12 +62,12 @@ class RingAttention:
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         """See CoreAttention."""
         seed = draw_seed() if self.draws_dropout and inputs.training else None
-        call = _Call(self.kernel, self.group, inputs.visible, seed)
+        call = _RingCall(self.kernel, self.group, inputs.visible, seed)
         result: Tensor = _RingAttention.apply(inputs.query, inputs.key, inputs.value, inputs.sinks, call)
         return result.flatten(2)  # [s/cp, b, n, dv] -> [s/cp, b, n * dv]
 
 
-class Block(NamedTuple):
+class RingBlock(NamedTuple):
     """Choice of the rank's queries and of the keys at hand in one step, and the mask between them.
 
     queries, keys: stretches of the tokens that a rank holds. causal: query and key of one index are at one position.
@@ -85,20 +85,20 @@ class Block(NamedTuple):
         return Rule(self.causal, self.mask, self.band, seed)
 
 
-def choose_causal_block(rank: int, source: int, length: int) -> Block:
+def choose_causal_block(rank: int, source: int, length: int) -> RingBlock:
     """Return what the queries of `rank` see of the keys of `source` under a causal mask; both hold `length` tokens."""
     half = length // 2
     if source == rank:
         # Within a rank's two pieces a later index is a later position, so that the triangle is the usual one.
-        return Block(_ALL, _ALL, True)
+        return RingBlock(_ALL, _ALL, True)
     if source < rank:
         # All its tokens come after the first piece of `source`, and before the second one.
-        return Block(_ALL, slice(0, half), False)
+        return RingBlock(_ALL, slice(0, half), False)
     # The source's two pieces lie between ours: after our first piece, and before our second one.
-    return Block(slice(half, None), _ALL, False)
+    return RingBlock(slice(half, None), _ALL, False)
 
 
-def list_blocks_in_bands(ranks: tuple[int, int], size: int, query: Tensor, visible: Visible) -> list[Block]:
+def list_blocks_in_bands(ranks: tuple[int, int], size: int, query: Tensor, visible: Visible) -> list[RingBlock]:
     """Return what the queries [s, b, n, d] of one rank see of the keys of another one, by pieces, where documents,
     chunks or a window hide some. ranks: these two, of `size`."""
     rank, source = ranks
@@ -112,13 +112,13 @@ def list_blocks_in_bands(ranks: tuple[int, int], size: int, query: Tensor, visib
         ]
         window = visible.window if visible.window is not None and visible.window < max(lengths) - 1 else None
         lengths *= query.shape[1]
-        blocks.append(Block(_ALL, _ALL, True, band=Band(window, Sequences.build(lengths, lengths, query.device))))
+        blocks.append(RingBlock(_ALL, _ALL, True, band=Band(window, Sequences.build(lengths, lengths, query.device))))
     for row, piece in enumerate(held[0]):
         for column, earlier in enumerate(held[1]):
             if earlier < piece:
                 for queries, keys, window in _meet(visible, piece * half, earlier * half, half):
                     blocks.append(
-                        Block(
+                        RingBlock(
                             slice(row * half + queries.start, row * half + queries.stop),
                             slice(column * half + keys.start, column * half + keys.stop),
                             False,
@@ -158,7 +158,7 @@ def _meet(visible: Visible, first: int, first_key: int, length: int) -> Iterator
 
 
 @dataclass(frozen=True)
-class _Call:
+class _RingCall:
     """Settings of one call of ring attention besides its tensors; the same in forward and backward."""
 
     kernel: BlockKernel
@@ -175,7 +175,7 @@ class _Call:
         blocks in the same steps, draws the same elements."""
         return None if self.seed is None else self.seed + self.find_source(step)
 
-    def blocks(self, step: int, query: Tensor) -> list[Block]:
+    def blocks(self, step: int, query: Tensor) -> list[RingBlock]:
         """Return which queries and keys meet in one step, of this rank's queries [s, b, n, d] and another's keys; none
         where no query sees any key."""
         visible = self.visible
@@ -183,7 +183,7 @@ class _Call:
         if hides_more and self.kernel.takes_bands and visible.causal and visible.mask is None:
             ranks, size = (self.group.rank(), self.find_source(step)), self.group.size()
 
-            def build() -> list[Block]:
+            def build() -> list[RingBlock]:
                 return list_blocks_in_bands(ranks, size, query, visible)
 
             # Documents are those of a micro-batch, whose layers all have the same blocks.
@@ -192,7 +192,7 @@ class _Call:
         block = self._block(step, query.shape[0], query.device)
         return [] if block is None else [block]
 
-    def _block(self, step: int, tokens: int, device: torch.device) -> Block | None:
+    def _block(self, step: int, tokens: int, device: torch.device) -> RingBlock | None:
         """The same as one block, with a mask where not all of it is seen."""
         rank, size, source = self.group.rank(), self.group.size(), self.find_source(step)
         visible, whole = self.visible, tokens * self.group.size()
@@ -204,7 +204,7 @@ class _Call:
                 own = queries.unsqueeze(1)
                 outside = (keys > own) | (keys < visible.find_first_seen(queries).unsqueeze(1))
                 mask = outside if mask is None else mask | outside
-            return Block(_ALL, _ALL, False, mask)
+            return RingBlock(_ALL, _ALL, False, mask)
         block = choose_causal_block(rank, source, tokens)
         if visible.documents is None and visible.window is None and visible.chunk is None:
             return block
@@ -262,7 +262,7 @@ class _RingTransfer:
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: _Call) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: _RingCall) -> Tensor:
         q, size = _heads_first(query), call.group.size()
         # A copy, because the caller's keys and values are saved for backward and are not next to each other in memory.
         merged, at_hand = MergedBlocks(q, value.shape[-1]), _KeysAndValues.pack(key, value)
@@ -289,7 +289,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         query, key, value, sinks, output, log_sum = ctx.saved_tensors
-        call: _Call = ctx.call
+        call: _RingCall = ctx.call
         size = call.group.size()
         q, out, grad = (_heads_first(x) for x in (query, output, grad_output))
         # Queries stay at home, so that their gradient only adds up over the steps; in float32, one addend for each

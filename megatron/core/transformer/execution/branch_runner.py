@@ -31,7 +31,7 @@ from megatron.core.tensor_parallel.kept_activations import Recomputed, keep_as
 from megatron.core.tensor_parallel.layers import LayerOutput
 from megatron.core.tensor_parallel.offloaded_activations import hold, offload
 from megatron.core.tensor_parallel.random import checkpoint
-from megatron.core.transformer.execution.cuda_graphs import Part
+from megatron.core.transformer.execution.cuda_graphs import Region
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.residual_branch import Body, ResidualBranch
 
@@ -86,7 +86,7 @@ class NormalisedAgain:
 class RecordedBranch:
     """A branch that a CUDA graph launches, in passes that have recordings of it."""
 
-    def __init__(self, branch: ResidualBranch, part: Part) -> None:
+    def __init__(self, branch: ResidualBranch, part: Region) -> None:
         self.branch, self.part = branch, part
 
     def __call__(self, x: Tensor, inputs: LayerInputs, stream: Tensor | None = None) -> Tensor:
@@ -104,7 +104,7 @@ class RecordedBranch:
 class RecordedRouter:
     """A branch of experts whose norm and router a CUDA graph launches."""
 
-    def __init__(self, branch: ResidualBranch, part: Part) -> None:
+    def __init__(self, branch: ResidualBranch, part: Region) -> None:
         self.branch, self.part = branch, part
 
     def __call__(self, x: Tensor, inputs: LayerInputs, stream: Tensor | None = None) -> Tensor:
@@ -166,7 +166,7 @@ class Within:
 class RecordedLayer:
     """All of a layer as one CUDA graph. is_recomputed: the recording keeps the layer's input alone."""
 
-    def __init__(self, runners: Sequence[Runner], part: Part, *, is_recomputed: bool) -> None:
+    def __init__(self, runners: Sequence[Runner], part: Region, *, is_recomputed: bool) -> None:
         self.runners, self.part, self.is_recomputed = runners, part, is_recomputed
 
     def __call__(self, x: Tensor, inputs: LayerInputs) -> Tensor:

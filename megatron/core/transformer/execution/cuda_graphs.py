@@ -61,7 +61,7 @@ def forget_recordings(model: nn.Module) -> None:
             module.passes.forget()  # type: ignore[union-attr,operator]
 
 
-class Part:
+class Region:
     """A part of a layer, called with the function that computes it.
 
     modules: those that the function calls, and whose parameters it uses.
@@ -108,7 +108,7 @@ class Passes:
         self._recorder = recorder
         self._warmup_steps = max(1, warmup_steps)
         self._steps = 0
-        self._parts: list[Part] = []
+        self._parts: list[Region] = []
         self._slots: list[_Slot] = []
         self._learned: _LearningPass | None = None
         self._leases: list[weakref.ref[_Lease]] = []
@@ -125,9 +125,9 @@ class Passes:
         """Micro-batches for which recordings were made."""
         return len(self._slots)
 
-    def add(self, *modules: nn.Module) -> Part:
+    def add(self, *modules: nn.Module) -> Region:
         """Return a new part of these modules; parts are added in any order."""
-        self._parts.append(Part(self, modules))
+        self._parts.append(Region(self, modules))
         return self._parts[-1]
 
     def finish_step(self) -> None:
@@ -223,10 +223,10 @@ class _Like:
 
 
 @dataclass
-class _Call:
+class _LearnedCall:
     """Form in which a part is called in every pass."""
 
-    part: Part
+    part: Region
     function: Function
     inputs: list[_Like]
     constants: list[int | None]
@@ -238,16 +238,16 @@ class _LearningPass:
 
     def __init__(self, kind: Any, constants: Sequence[Any], lease: _Lease) -> None:
         self.kind, self.constants = kind, constants
-        self.calls: list[_Call] = []
+        self.calls: list[_LearnedCall] = []
         self._lease: _Lease | None = lease
         self._made: list[tuple[weakref.ref[Tensor], tuple[int, int]]] = []
 
-    def run(self, part: Part, recorded: Function, function: Function, inputs: Tensors, constants: Sequence[Any]) -> Any:
-        outputs = function(*inputs, *constants)
+    def run(self, part: Region, recorded: Function, live: Function, inputs: Tensors, constants: Sequence[Any]) -> Any:
+        outputs = live(*inputs, *constants)
         places = [self._find_constant(constant) for constant in constants]
         likes = [self._liken(tensor) for tensor in inputs]
         number = len(self.calls)
-        self.calls.append(_Call(part, recorded, likes, places))
+        self.calls.append(_LearnedCall(part, recorded, likes, places))
         for index, output in enumerate(outputs if isinstance(outputs, tuple) else (outputs,)):
             self._made.append((weakref.ref(output), (number, index)))
             if number == index == 0 and output.requires_grad and self._lease is not None:
@@ -278,7 +278,7 @@ class _LearningPass:
 class _RecordedCall:
     """The recordings of one part, and the tensors at their fixed addresses."""
 
-    call: _Call
+    call: _LearnedCall
     parameters: list[nn.Parameter]
     inputs: list[Tensor]
     forward: Recording[Any]
@@ -342,7 +342,7 @@ class _Slot:
         call, index = like.made_by
         return self.calls[call].outputs[index].detach()
 
-    def _record_forward(self, call: _Call) -> tuple[list[Tensor], list[Tensor]]:
+    def _record_forward(self, call: _LearnedCall) -> tuple[list[Tensor], list[Tensor]]:
         leaves = [self._choose_address(like).requires_grad_(like.requires_grad) for like in call.inputs]
         constants = [None if place is None else self.constants[place] for place in call.constants]
 
@@ -445,7 +445,7 @@ class _ReplayedPass:
         self.constants, self._lease = slot.constants, lease
         self._calls = enumerate(slot.calls)
 
-    def run(self, part: Part, recorded: Function, function: Function, inputs: Tensors, constants: Sequence[Any]) -> Any:
+    def run(self, part: Region, recorded: Function, live: Function, inputs: Tensors, constants: Sequence[Any]) -> Any:
         number, call = next(self._calls)
         assert call.call.part is part, f"call {number} of a recorded pass was another part's"
         outputs: Tensors = _Replay.apply(call, number == 0, self._lease, *inputs, *call.parameters)
@@ -493,6 +493,6 @@ class _Replay(torch.autograd.Function):
         # The slot's memory is free when the first part is done, and a pipeline may still be sending this gradient.
         hand_on = torch.clone if ctx.is_first else torch.detach
         of_inputs = [None if grad is None else hand_on(grad) for grad in call.input_grads]
-        # Whoever has no main_grad keeps what he gets.
+        # A parameter without main_grad keeps what it gets.
         of_parameters = [None if grad is None else grad.clone() for grad in call.parameter_grads]
         return None, None, None, *of_inputs, *of_parameters

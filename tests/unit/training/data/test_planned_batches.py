@@ -16,7 +16,7 @@ from megatron.core.num_microbatches_calculator import NumMicrobatchesCalculator,
 from megatron.core.packed_seq_params import pack_batch
 from megatron.core.process_groups_config import SingleRankGroup
 from megatron.training.data.loading import LoaderSettings
-from megatron.training.data.planned_batches import Layout, StepPlans
+from megatron.training.data.planned_batches import PlanLimits, StepPlans
 from tests.support.run_flags import SMALLEST_RUN, run_config
 
 SEQUENCE = 16
@@ -57,7 +57,7 @@ def plans_of(
 ) -> StepPlans:
     """Those of a rank: without context parallelism otherwise, with at most 4 tokens on a rank of 4."""
     cost, most = SampleCost(1.0, 1.0), SEQUENCE // num_ranks
-    layout = Layout(rank, num_ranks, 1, most, SEQUENCE, cost, sequence_parallel_ranks=tp)
+    layout = PlanLimits(rank, num_ranks, 1, most, SEQUENCE, cost, sequence_parallel_ranks=tp)
     loader = LoaderSettings(1, dp_rank=rank, dp_size=num_ranks, device=torch.device("cpu"), **settings)
     return StepPlans(Packed(samples), loader, batch_size_of(8, num_ranks, rampup), layout)
 

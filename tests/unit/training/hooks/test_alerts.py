@@ -18,14 +18,14 @@ import pytest
 from megatron.training.config.logging import LoggerConfig
 from megatron.training.hooks import alerts
 from megatron.training.hooks.alerts import AlertsHook, Courier, Watch
-from megatron.training.metrics import Row
+from megatron.training.metrics import MetricsRow
 
 
-def build_row(iteration: int, loss: float = 4.0, rate: float = 1000.0) -> Row:
-    return Row(iteration, {"lm loss": loss, "tokens_per_second": rate}, {"lm loss": loss})
+def build_row(iteration: int, loss: float = 4.0, rate: float = 1000.0) -> MetricsRow:
+    return MetricsRow(iteration, {"lm loss": loss, "tokens_per_second": rate}, {"lm loss": loss})
 
 
-def look(rows: list[Row]) -> list[tuple[str, int]]:
+def look(rows: list[MetricsRow]) -> list[tuple[str, int]]:
     watch = Watch()
     return [(alert["alert"], alert["iteration"]) for row in rows for alert in watch.look(row)]
 

@@ -22,7 +22,7 @@ from megatron.core.errors import StorageError, report_error, say
 from megatron.core.line_files import append_lines
 from megatron.training.hooks import outages
 from megatron.training.hooks.dispatch import Hooks
-from megatron.training.metrics import Row
+from megatron.training.metrics import MetricsRow
 from megatron.training.run import Hook, Phase, Run, StepResult
 from tests.functional.pretrain_runs import PRETRAIN, ROOT, TINY, environment
 from tests.programs import Program
@@ -231,7 +231,7 @@ class Service(Hook):
     def __init__(self, clock: SimpleNamespace) -> None:
         self.clock, self.trials = clock, []
 
-    def on_metrics(self, run: Run, rows: Sequence[Row]) -> None:
+    def on_metrics(self, run: Run, rows: Sequence[MetricsRow]) -> None:
         self.trials.append(self.clock.now)
         self.clock.now += 30.0
         raise TimeoutError("no answer")
@@ -250,7 +250,7 @@ def test_a_service_that_is_waited_for_takes_a_tenth_of_the_time(monkeypatch: pyt
     service, run = Service(clock), SimpleNamespace()
     hooks = Hooks([service])
     while clock.now < 3600.0:
-        hooks.on_metrics(run, [Row(1)])  # type: ignore[arg-type]
+        hooks.on_metrics(run, [MetricsRow(1)])  # type: ignore[arg-type]
         clock.now += 1.0
     assert 8 <= len(service.trials) <= 12
     assert 30.0 * len(service.trials) <= 3600.0 / 8

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.core.traffic import Traffic
 from megatron.training.hooks.guards import OutlierHook
-from megatron.training.metrics import Row
+from megatron.training.metrics import MetricsRow
 from megatron.training.recipes.gpt import build_gpt_recipe
 from megatron.training.rerun.outliers import FACTOR, SAMPLES
 from megatron.training.run import HookContext
@@ -28,7 +28,7 @@ def warnings_of(flags: str, values: list[tuple[float, float]], capsys: pytest.Ca
     run: Any = SimpleNamespace(is_first_rank=True)
     for number, (loss, norm) in enumerate(values, start=1):
         numbers = {"grad_norm": norm, "consumed_samples": 8 * number, "global_batch_size": 8}
-        hook.on_metrics(run, [Row(number, {"lm loss": loss, **numbers}, losses={"lm loss": loss})])
+        hook.on_metrics(run, [MetricsRow(number, {"lm loss": loss, **numbers}, losses={"lm loss": loss})])
         if number == 50:
             hook, before = OutlierHook.build(config, context), hook
             assert hook is not None

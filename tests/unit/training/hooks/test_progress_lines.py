@@ -27,7 +27,7 @@ from megatron.training.hooks.progress_lines import (
     format_short_line,
 )
 from megatron.training.hooks.terminal_view import RichView, draw_curve
-from megatron.training.metrics import Row
+from megatron.training.metrics import MetricsRow
 from megatron.training.run import Hook, Run, StepResult
 from tests.support.tiny_training import finish, prepare, train_tiny
 
@@ -35,19 +35,19 @@ DOCUMENT = Path(__file__).parents[4] / "docs" / "logging.md"
 DAY = 86400.0
 
 
-def build_row(iteration: int = 1200000, **values: float | None) -> Row:
+def build_row(iteration: int = 1200000, **values: float | None) -> MetricsRow:
     """A step of a large run."""
     usual = {
         "consumed_samples": 10**9, "lm loss": 12.3456, "grad_norm": 12.345, "lr": 1e-5, "global_batch_size": 4096,
         "skipped": False, "loss_scale": 1.0, "iteration_time_seconds": 10.0, "tokens_per_second": 123.4e3,
         "tflops": 450.0, "mfu": 0.451, "memory_bytes": 60 * 2**30, "peak_memory_bytes": 73.2 * 2**30,
     }  # fmt: skip
-    row = Row(iteration, usual | values)
+    row = MetricsRow(iteration, usual | values)
     row.losses = {name: row[name] for name in row.values if name.endswith("loss")}
     return row
 
 
-def format_short(*rows: Row, columns: int = 120, texts: tuple[str, ...] = (), stop: float | None = None) -> str:
+def format_short(*rows: MetricsRow, columns: int = 120, texts: tuple[str, ...] = (), stop: float | None = None) -> str:
     interval = Interval()
     for row in rows:
         interval.add(row)
@@ -324,7 +324,7 @@ def test_names_in_brackets_are_no_markup() -> None:
     screen = rich_console.Console(file=io.StringIO(), width=80, force_terminal=True)
     view = RichView(3, 10, lambda: 60.0, console=screen)
     losses = {"[red]lm[/nothing] loss": 2.0}
-    view.show_row(Row(4, {**losses, "grad_norm": 1.5}, losses))
+    view.show_row(MetricsRow(4, {**losses, "grad_norm": 1.5}, losses))
     screen.print(view.render())
     assert "[red]lm[/nothing] loss 2.0000" in screen.file.getvalue()
     assert draw_curve([1.0, math.nan, 8.0, 4.5]) == "▁ █▅"

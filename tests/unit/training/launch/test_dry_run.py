@@ -24,7 +24,7 @@ from megatron.planner.throughput import count_training_flops_per_token
 from megatron.training.flags.read import examine, read_run_config
 from megatron.training.launch.collective_order import find_deadlock
 from megatron.training.launch.dry_memo import OperationMemo
-from megatron.training.launch.dry_recorder import Call
+from megatron.training.launch.dry_recorder import RecordedCall
 from megatron.training.launch.dry_run import choose_ranks, dry_run
 from megatron.training.recipes.gpt import build_gpt_recipe, describe_gpt_workload
 from megatron.training.setup import build_run
@@ -178,17 +178,17 @@ def test_a_deadlock_is_found_with_its_culprit(
 # ---- the comparison alone, on random programs
 
 
-def make_program(seed: int) -> tuple[dict[int, list[Call]], random.Random]:
+def make_program(seed: int) -> tuple[dict[int, list[RecordedCall]], random.Random]:
     """What 12 ranks in groups of 3, 4 and 12 call, all alike."""
     chooser = random.Random(seed)
-    calls: dict[int, list[Call]] = {rank: [] for rank in range(12)}
+    calls: dict[int, list[RecordedCall]] = {rank: [] for rank in range(12)}
     rows = [tuple(range(start, start + 4)) for start in (0, 4, 8)]
     columns = [tuple(range(start, 12, 4)) for start in range(4)]
     for number in range(20):
         for group in chooser.choice([rows, columns, [tuple(range(12))]]):
             size = 8 * chooser.randrange(1, 4)
             for rank in group:
-                calls[rank].append(Call("allreduce", group, size, f"program.py:{number}"))
+                calls[rank].append(RecordedCall("allreduce", group, size, f"program.py:{number}"))
     return calls, chooser
 
 
@@ -211,7 +211,7 @@ def test_random_programs_agree_until_one_rank_differs(seed: int) -> None:
 
 
 def test_transfers_are_compared_by_pair() -> None:
-    sends = [Call("send", (0, 1), size, "a.py:1") for size in (4, 8)]
+    sends = [RecordedCall("send", (0, 1), size, "a.py:1") for size in (4, 8)]
     receives = [call._replace(op="recv") for call in sends]
     assert find_deadlock({0: sends, 1: receives}) is None
     missing = find_deadlock({0: sends, 1: receives[:1]})

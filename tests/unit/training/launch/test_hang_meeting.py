@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from megatron.core.progress_record import STEP, Call, Snapshot
+from megatron.core.progress_record import STEP, LastCollective, ProgressSnapshot
 from megatron.training.launch import hang_meeting
 from megatron.training.launch.hang_meeting import Meeting
 from megatron.training.launch.hang_verdict import RankState
@@ -49,8 +49,8 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Meeting], list[_Wire]]:
 
 
 def _state(rank: int) -> RankState:
-    call = Call("dp", (0, 1, 2), "all_reduce", 4 if rank == 1 else 5, 4096, 9)
-    return RankState("node", False, False, 6.0, Snapshot(rank, 1000 + rank, STEP, 7, 2, 99, 5.0, (call,)))
+    call = LastCollective("dp", (0, 1, 2), "all_reduce", 4 if rank == 1 else 5, 4096, 9)
+    return RankState("node", False, False, 6.0, ProgressSnapshot(rank, 1000 + rank, STEP, 7, 2, 99, 5.0, (call,)))
 
 
 def test_a_host_that_answers_late_is_waited_for(hosts: tuple[list[Meeting], list[_Wire]]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import pytest
 
 from megatron.core.mesh import RankGrid
-from megatron.core.progress_record import OUTSIDE, SAVE, STEP, Call, Snapshot
+from megatron.core.progress_record import OUTSIDE, SAVE, STEP, LastCollective, ProgressSnapshot
 from megatron.training.launch.hang_verdict import RankState, judge
 
 Group = tuple[str, tuple[int, ...]]
@@ -28,7 +28,7 @@ class _Job:
         groups = [("world", tuple(range(self.size)))]
         groups += [(axes, tuple(ranks)) for axes in ("tp", "dp") for ranks in grid.groups(axes) if len(ranks) > 1]
         self.groups: list[Group] = groups
-        self.calls: list[dict[Group, Call]] = [{} for _ in range(self.size)]
+        self.calls: list[dict[Group, LastCollective]] = [{} for _ in range(self.size)]
         self.waits: list[bool] = [False] * self.size
         self.order = 0
 
@@ -51,14 +51,14 @@ class _Job:
         self.order += 1
         before = self.calls[rank].get(group)
         number = 1 if before is None else before.number + 1
-        self.calls[rank][group] = Call(*group, kind, number, 4096, self.order)
+        self.calls[rank][group] = LastCollective(*group, kind, number, 4096, self.order)
 
     def states(self, phases: Mapping[int, int] | None = None) -> list[RankState]:
         """Return what the watchers see, in any order."""
         found = []
         for rank in range(self.size):
             calls = tuple(sorted(self.calls[rank].values(), key=lambda call: -call.order))
-            record = Snapshot(rank, 1000 + rank, (phases or {}).get(rank, STEP), 7, 2, 99, 5.0, calls)
+            record = ProgressSnapshot(rank, 1000 + rank, (phases or {}).get(rank, STEP), 7, 2, 99, 5.0, calls)
             found.append(RankState("node", False, False, 6.0, record))
         self.random.shuffle(found)
         return found

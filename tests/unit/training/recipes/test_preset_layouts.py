@@ -14,7 +14,7 @@ from megatron.planner.step_time import shorten
 from megatron.training.config.container import RunConfig
 from megatron.training.flags.read import examine, read_run_config
 from megatron.training.recipes.gpt import describe_gpt_workload
-from megatron.training.recipes.layouts import LAYOUTS, Layout, choose_layout
+from megatron.training.recipes.layouts import LAYOUTS, PresetLayout, choose_layout
 
 PAGE = Path(__file__).parents[4] / "docs" / "choosing_a_layout.md"
 GIGABYTE = 10**9
@@ -23,7 +23,7 @@ RUN = "--bf16 --lr 1e-4 --train-iters 10 --mock-data --tokenizer-type NullTokeni
 CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
 
 
-def read(name: str, layout: Layout, gpus: int, flags: str = "") -> RunConfig:
+def read(name: str, layout: PresetLayout, gpus: int, flags: str = "") -> RunConfig:
     batch = 32 * gpus * layout.micro_batch_size
     words = (
         f"--preset {name} --preset-layout {RUN} --seq-length {layout.seq_length} "
@@ -39,7 +39,7 @@ def predict_bytes(config: RunConfig) -> float:
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=lambda case: case if isinstance(case, str) else str(case.gpus))
-def test_each_layout_is_legal_and_fits(name: str, layout: Layout) -> None:
+def test_each_layout_is_legal_and_fits(name: str, layout: PresetLayout) -> None:
     config = read(name, layout, layout.gpus)
     assert config.data_parallel_size * layout.tp * layout.pp * layout.cp == layout.gpus
     beside = DEVICE.reserved_bytes + 6 * DEVICE.communicator_bytes
@@ -82,7 +82,7 @@ def test_without_a_layout_there_is_a_sentence(flags: str, gpus: int, sentence: s
     assert any(sentence in problem for problem in problems)
 
 
-def format_row(name: str, layout: Layout) -> str:
+def format_row(name: str, layout: PresetLayout) -> str:
     memory = predict_bytes(read(name, layout, layout.gpus))
     axes = (layout.tp, layout.pp, layout.layers_per_chunk or "-", layout.cp, layout.ep)
     cells = (layout.gpus, *axes, layout.micro_batch_size, layout.seq_length, f"{memory / GIGABYTE:.0f}")

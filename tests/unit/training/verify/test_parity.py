@@ -14,7 +14,7 @@ from megatron.core.placement import Placement, Split
 from megatron.training.hooks.activations import PointRecord, join_points
 from megatron.training.verify.comparison import compare, find_differences
 from megatron.training.verify.parity import HeldParameter, RankTrace, Trace, join
-from megatron.training.verify.parity_layouts import Layout, choose_padding, find_smallest_part, parse_layout
+from megatron.training.verify.parity_layouts import ParityLayout, choose_padding, find_smallest_part, parse_layout
 from megatron.training.verify.report import write_report
 
 FULL = torch.arange(1.0, 13.0).view(4, 3)
@@ -50,7 +50,7 @@ def test_layouts() -> None:
 
 def test_the_smallest_part_that_differs_is_found_among_axes_and_flags() -> None:
     def find(text: str, *needed: str, companions: Mapping[str, str] = {}) -> str:
-        def still(part: Layout) -> bool:
+        def still(part: ParityLayout) -> bool:
             # A term without its companion is refused, which shows nothing.
             legal = all(companions.get(term, term) in part.terms for term in part.terms)
             return legal and set(needed) <= set(part.terms)
