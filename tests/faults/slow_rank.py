@@ -28,6 +28,7 @@ def main() -> int:
     register_module_forward_hook(lambda *_: wait(noise.uniform(0.9e-3, 1.1e-3)))
     simulated_faults.time = types.SimpleNamespace(process_time=lambda: now[0], sleep=wait)  # type: ignore[assignment]
     work_clock.mark = lambda: now[0]
+    work_clock.ProcessorQueue.read_seconds = lambda _: 0.0  # type: ignore[method-assign]
     train(read_run_config(sys.argv[1:], add_world_size(os.environ)))
     return 0
 

@@ -27,7 +27,7 @@ from megatron.core.collectives import all_gather_into_tensor, all_gather_object
 from megatron.core.errors import say
 from megatron.training.config.container import RunConfig
 from megatron.training.config.reliability import ReliabilityConfig
-from megatron.training.hooks.work_clock import DATA, FORWARD, OWN_WORK, PHASES, REST, PhaseTime, WorkClock
+from megatron.training.hooks.work_clock import DATA, FORWARD, OWN_WORK, PHASES, QUEUE, REST, PhaseTime, WorkClock
 from megatron.training.run import Hook, HookContext, Phase, Run, Step, StepResult
 
 if TYPE_CHECKING:
@@ -58,6 +58,11 @@ class RankTimes(NamedTuple):
     def work_ms(self) -> float:
         """Milliseconds of its own work."""
         return sum(self.phases[phase].usual for phase in OWN_WORK)
+
+    @property
+    def queued_ms(self) -> float:
+        """Milliseconds without a processor, which other programs had."""
+        return self.phases[QUEUE].usual
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,8 @@ def find_suspects(times: Sequence[RankTimes]) -> list[Suspect]:
             taken = [times[rank].phases[phase] for rank in peers]
             suspects = find_slow_ranks(phase, [t.usual for t in taken], least, [t.error for t in taken])
             found += [replace(suspect, rank=peers[suspect.rank]) for suspect in suspects]
-    return found
+    # Where programs outnumber the processors, those that fetch data wait for one unseen.
+    return [s for s in found if s.phase != DATA or times[s.rank].queued_ms <= _SHARE * times[s.rank].work_ms]
 
 
 def describe_times(times: Sequence[RankTimes], flops_per_second: float, largest: int) -> list[str]:
@@ -120,8 +126,8 @@ def describe_times(times: Sequence[RankTimes], flops_per_second: float, largest:
             listed = ", ".join(f"{rates[rank]:.2f}/{rank}" for rank in ranks[:largest])
             lines.append(f"^^^^ {name:6} {largest} Ranks with {what} Etpt(TF): {listed}")
     work = ", ".join(_describe_phase(phase, times) for phase in OWN_WORK)
-    rest = _describe_phase(REST, times)
-    return [*lines, f"own work in an iteration, median and slowest rank: {work}; {rest}, waiting included"]
+    rest = f"{_describe_phase(REST, times)}, waiting included, {_describe_phase(QUEUE, times)} of it for a processor"
+    return [*lines, f"own work in an iteration, median and slowest rank: {work}; {rest}"]
 
 
 def _describe_phase(phase: str, times: Sequence[RankTimes]) -> str:
@@ -217,7 +223,7 @@ class StragglerHook(Hook):
             slowest = sorted(enumerate(times), key=lambda pair: -pair[1].work_ms)[:_MOST_NOTED]
             rows = [
                 {"rank": rank, "host": t.host, "stage": t.stage, "forward_ms": t.phases[FORWARD].milliseconds}
-                | {"phases": {phase: time.milliseconds for phase, time in t.phases.items()}}
+                | {"phases": {phase: t.phases[phase].milliseconds for phase in (*OWN_WORK, REST)}}
                 for rank, t in slowest
             ]
             run.events.add("ranks", run.progress.iteration, ranks=rows)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank's own work in an iteration, phase by phase: fetching data, forward, backward, the optimizer's update. The rest
-of an iteration is communication, and waiting for others.
+of an iteration is communication, and waiting: for other ranks, or for a processor that another program has.
 
 Backward begins when the gradient of a chunk's output arrives, and ends with the engine's pass. Only marks are taken on
 the way (device.py), so that nobody waits for the device before the times are read.
@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,18 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.device import Mark, mark, measure_seconds_between
-from megatron.core.timers import Timer
-from megatron.training.data.loading import time_batches
 from megatron.training.run import Run
 
 if TYPE_CHECKING:
     from megatron.training.data.loading import Batch
 
-DATA, FORWARD, BACKWARD, OPTIMIZER, REST = "data", "forward", "backward", "optimizer", "communication"
-OWN_WORK = (DATA, FORWARD, BACKWARD, OPTIMIZER)
-
-
-PHASES = (*OWN_WORK, REST)
+DATA, FORWARD, BACKWARD, OPTIMIZER = OWN_WORK = ("data", "forward", "backward", "optimizer")
+REST, QUEUE = "communication", "queue"
+PHASES = (*OWN_WORK, REST, QUEUE)
+"""Of an iteration; QUEUE is the part of REST in which the process could have computed, but had no processor."""
 
 
 class PhaseTime(NamedTuple):
@@ -47,17 +47,34 @@ class PhaseTime(NamedTuple):
         return self.milliseconds if self.median is None else self.median
 
 
+class ProcessorQueue:
+    """The time that the thread which makes this has waited for a processor, as Linux counts it; 0 elsewhere."""
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError):  # a kernel that does not count
+                self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+
+    def read_seconds(self) -> float:
+        """The seconds so far."""
+        # Nanoseconds on a processor, nanoseconds in the queue for one, times that it was given one.
+        return 0.0 if self._file is None else 1e-9 * int(os.pread(self._file, 64, 0).split()[1])
+
+
 class WorkClock:
     """Times the iterations of a run, from `attach` on."""
 
     def __init__(self) -> None:
+        self._queue = ProcessorQueue()
         self._marks: list[tuple[str, Mark, Mark]] = []
         """Of the iteration under way."""
         self._begun: list[Mark] = []
         """Of the forward passes under way."""
-        self._fetching = Timer(DATA)
+        self._data_seconds = 0.0
         self._began: Mark | None = None
-        self._iterations: list[tuple[list[tuple[str, Mark, Mark]], float, Mark, Mark]] = []
+        self._queued_before = 0.0
+        self._iterations: list[tuple[list[tuple[str, Mark, Mark]], dict[str, float], Mark, Mark]] = []
 
     def attach(self, run: Run) -> None:
         """Take marks around the forward and backward passes of the run's chunks, and around its updates."""
@@ -66,51 +83,64 @@ class WorkClock:
             chunk.module.register_forward_hook(self._end_forward)
         run.optimizer.around_update = self._time_update
 
+    def _mark(self) -> Mark:
+        """A moment by a clock that stands still while this process has no processor; a GPU's is its own."""
+        moment = mark()
+        return moment - self._queue.read_seconds() if isinstance(moment, float) else moment
+
     def _begin_forward(self, *_: Any) -> None:
-        self._begun.append(mark())
+        self._begun.append(self._mark())
 
     def _end_forward(self, module: nn.Module, _: Any, output: Any) -> None:
-        self._marks.append((FORWARD, self._begun.pop(), mark()))
+        self._marks.append((FORWARD, self._begun.pop(), self._mark()))
         parts = output if isinstance(output, tuple) else (output,)
         last = next((part for part in parts if isinstance(part, Tensor) and part.requires_grad), None)
         if last is not None and torch.is_grad_enabled():
             last.register_hook(self._begin_backward)
 
     def _begin_backward(self, _: Tensor) -> None:
-        begun = mark()
+        begun = self._mark()
         # Called when the pass that is under way has computed all gradients.
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._marks.append((BACKWARD, begun, mark())))
+        torch.autograd.Variable._execution_engine.queue_callback(
+            lambda: self._marks.append((BACKWARD, begun, self._mark()))
+        )
 
     @contextlib.contextmanager
     def _time_update(self) -> Iterator[None]:
-        begun = mark()
+        begun = self._mark()
         yield
-        self._marks.append((OPTIMIZER, begun, mark()))
+        self._marks.append((OPTIMIZER, begun, self._mark()))
 
     def time_data(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the same micro-batches, whose fetching is timed."""
-        return time_batches(batches, self._fetching)
+        while True:
+            begun, queued = time.perf_counter(), self._queue.read_seconds()
+            batch = next(batches)
+            self._data_seconds += time.perf_counter() - begun - (self._queue.read_seconds() - queued)
+            yield batch
 
     def begin_iteration(self) -> None:
         """Forget what an evaluation has added."""
-        self._fetching.reset()
+        self._data_seconds, self._queued_before = 0.0, self._queue.read_seconds()
         self._marks, self._began = [], mark()
 
     def end_iteration(self) -> None:
         """Keep the iteration that began last."""
         if self._began is not None:
-            self._iterations.append((self._marks, self._fetching.elapsed(), self._began, mark()))
+            of_host = {DATA: self._data_seconds, QUEUE: self._queue.read_seconds() - self._queued_before}
+            self._iterations.append((self._marks, of_host, self._began, mark()))
 
     def read(self) -> dict[str, PhaseTime]:
         """The phases of the iterations since the last call, of which there must be one, and begin anew. Waits for the
         device."""
         found: dict[str, list[float]] = defaultdict(list)
-        for marks, data_seconds, began, ended in self._iterations:
-            seconds = dict.fromkeys(OWN_WORK, 0.0) | {DATA: data_seconds}
+        for marks, of_host, began, ended in self._iterations:
+            seconds = dict.fromkeys(PHASES, 0.0) | of_host
             for phase, begun, done in marks:
                 seconds[phase] += measure_seconds_between(begun, done)
-            rest = measure_seconds_between(began, ended) - sum(seconds.values())
-            for phase, value in (seconds | {REST: max(0.0, rest)}).items():
+            work = sum(seconds[phase] for phase in OWN_WORK)
+            seconds[REST] = max(0.0, measure_seconds_between(began, ended) - work)
+            for phase, value in seconds.items():
                 found[phase].append(1e3 * value)
         self._iterations = []
         return {phase: _summarise(values) for phase, values in found.items()}

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import socket
+import subprocess
+import sys
+import time
 import urllib.request
 from pathlib import Path
 
@@ -13,11 +17,11 @@ import pytest
 
 from megatron.training.config.reliability import ReliabilityConfig
 from megatron.training.hooks.stragglers import RankTimes, StragglerHook, describe_times, find_slow_ranks, find_suspects
-from megatron.training.hooks.work_clock import OWN_WORK, PhaseTime, _summarise
+from megatron.training.hooks.work_clock import OWN_WORK, PhaseTime, ProcessorQueue, _summarise
 from tests.functional.pretrain_runs import ROOT, TINY, environment, finish, free_port, metrics, run, run_ranks
 from tests.programs import Program
 
-_USUAL = {"data": 1.0, "forward": 10.0, "backward": 20.0, "optimizer": 4.0, "communication": 5.0}
+_USUAL = {"data": 1.0, "forward": 10.0, "backward": 20.0, "optimizer": 4.0, "communication": 5.0, "queue": 0.0}
 
 
 def _times(factor: float = 1.0, *, stage: int = 0, **phases: float | PhaseTime) -> RankTimes:
@@ -56,7 +60,8 @@ def test_lines_of_the_report() -> None:
     assert phases == (
         "own work in an iteration, median and slowest rank: data 1.00 and 2.00 ms (rank 2), forward 12.50 and 20.00 ms "
         "(rank 1), backward 20.00 and 20.00 ms (rank 0), optimizer 4.00 and 4.00 ms (rank 0); "
-        "communication 5.00 and 5.00 ms (rank 0), waiting included"
+        "communication 5.00 and 5.00 ms (rank 0), waiting included, "
+        "queue 0.00 and 0.00 ms (rank 0) of it for a processor"
     )
 
 
@@ -88,6 +93,30 @@ def test_noise_of_a_busy_machine_and_stages_with_more_work_accuse_nobody(
     assert "is slow" not in capsys.readouterr().out
     stages = [_times(stage=stage, forward=10.0 * (1 + stage)) for stage in (0, 0, 1, 1)]
     assert find_suspects(stages) == []
+    # Processes that fetch data wait for processors, too; the forward pass has its time without such waits.
+    busy = [_times(data=30.0 if rank == 1 else 6.0, queue=30.0) for rank in range(3)]
+    assert find_suspects(busy) == []
+    assert [found.rank for found in find_suspects([_times(), _times(forward=30.0, queue=30.0), _times()])] == [1]
+
+
+def test_the_clock_stands_still_while_another_program_has_the_processor() -> None:
+    queue, processors = ProcessorQueue(), os.sched_getaffinity(0)
+    if not queue.read_seconds():
+        pytest.skip("this kernel does not count")
+    before, began, worked = queue.read_seconds(), time.perf_counter(), time.thread_time()
+    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        os.sched_setaffinity(other.pid, {min(processors)})
+        os.sched_setaffinity(0, {min(processors)})
+        while time.thread_time() - worked < 0.3:
+            pass
+    finally:
+        other.kill()
+        other.wait()
+        os.sched_setaffinity(0, processors)
+    passed, queued = time.perf_counter() - began, queue.read_seconds() - before
+    assert queued > 0.1
+    assert passed - queued == pytest.approx(0.3, rel=0.2)
 
 
 @pytest.mark.flags("--log-straggler", "--straggler-minmax-count")
