@@ -13,7 +13,7 @@ smallest and the largest. One thread: CPU time of the process; several: wall tim
     batch     8 of them at once
     mixed     64 requests with prompts of 16-512 and 8-256 new tokens, by the logarithm evenly spread, against
               `generate` in batches, padded on the left, sorted by length, of the size that is the fastest, and against
-              one request at a time in the engine
+              one request at a time, by `generate` and by the engine
     arrival   a short request that comes while a prompt of 2,000 tokens is read: passes and time to its first token
     prefix    16 requests whose prompts share their first 512 tokens, against the same without shared pages
     linear    a token after 4,096 others against one after 128, in gated delta nets (letters G)
@@ -178,8 +178,8 @@ def compare_equal_lengths(models: Models, sizes: Sizes, count: int, rounds: int)
     )  # fmt: skip
 
 
-def compare_mixed(models: Models, sizes: Sizes, rounds: int) -> tuple[list[float], list[float], int]:
-    """Times of Hugging Face's batches of the best size, and of one request at a time, over ours; the size."""
+def compare_mixed(models: Models, sizes: Sizes, rounds: int) -> dict[str, list[float]]:
+    """Times of others over ours in each round, by what the others do."""
     asked = draw_mixed(sizes)
     ours = answer(models.ours, asked)
 
@@ -188,15 +188,17 @@ def compare_mixed(models: Models, sizes: Sizes, rounds: int) -> tuple[list[float
 
     tried = {size: seconds(lambda size=size: batches(size)) for size in (16, 32, 64)}  # type: ignore[misc]
     best = min(tried, key=tried.__getitem__)
-    found: dict[str, list[float]] = {"ours": [], "batches": [], "alone": []}
+    others: dict[str, Callable[[], object]] = {
+        f"Hugging Face's batches of {best}": lambda: batches(best),
+        "Hugging Face's one at a time": lambda: batches(1),
+        "one at a time in our engine": lambda: answer(models.ours, asked, at_once=1),
+    }
+    found: dict[str, list[float]] = {name: [] for name in others}
     for _ in range(rounds):
-        found["ours"].append(seconds(lambda: answer(models.ours, asked)))
-        found["batches"].append(seconds(lambda: batches(best)))
-        found["alone"].append(seconds(lambda: answer(models.ours, asked, at_once=1)))
-    over_batches, over_alone = (
-        [a / b for a, b in zip(found[name], found["ours"], strict=True)] for name in ("batches", "alone")
-    )
-    return over_batches, over_alone, best
+        own = seconds(lambda: answer(models.ours, asked))
+        for name, other in others.items():
+            found[name].append(seconds(other) / own)
+    return found
 
 
 def check(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> None:
@@ -282,10 +284,9 @@ def run(only: Sequence[str], sizes: Sizes, rounds: int) -> None:
         ratios = compare_equal_lengths(models, sizes, sizes.batch, rounds)
         _show(f"{sizes.batch} requests of one length: Hugging Face's time over ours", ratios, "at least 1.2")
     if "mixed" in only:
-        batches, alone, best = compare_mixed(models, sizes, max(1, rounds // 3))
-        text = f"{sizes.requests} requests of mixed lengths"
-        _show(f"{text}: Hugging Face's batches of {best} over ours", batches, "at least 1.5")
-        _show(f"{text}: one at a time in our engine over ours", alone, "at least 5")
+        for name, ratios in compare_mixed(models, sizes, max(1, rounds // 3)).items():
+            wanted = "at least 1.5" if "batches" in name else "at least 5"
+            _show(f"{sizes.requests} requests of mixed lengths: {name} over ours", ratios, wanted)
     if "arrival" in only:
         passes, chunks = measure_arrival(models.ours, sizes)
         text = f"a request beside a prompt of {sizes.long_prompt} tokens, {CHUNK} a pass: passes to its first token"

@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron.core.fp8 import Operand
 from megatron.core.kernels import launching
 from megatron.core.tensor_parallel.fp8_products import GRAD, INPUT, FP8Matmul
+from megatron.core.tensor_parallel.packed_products import OrderedCopies
 from megatron.core.tensor_parallel.products import Kept, Product, accumulates_weight_grads, add_weight_grad
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -31,6 +32,8 @@ class ExpertByExpert(Product):
     """One matrix product for each expert, on every device; the host waits for the numbers of rows."""
 
     name = "one product for each expert"
+    copies: OrderedCopies | None = None
+    """In generation: what the rows of an expert are multiplied by instead of its weight, where that is faster."""
 
     def __init__(self, *, accumulates: bool = True) -> None:
         self.accumulates = accumulates
@@ -38,7 +41,11 @@ class ExpertByExpert(Product):
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
         """Rows of all experts [n, in] -> [n, out]."""
         assert bias is None and ends is not None, "an expert's bias is added outside, row by row"
-        return self._multiply_rows(x, weight.transpose(1, 2), ends)
+        if self.copies is None or not self.copies.suit(x, weight):
+            return self._multiply_rows(x, weight.transpose(1, 2), ends)
+        parts = enumerate(x.split(count_rows(ends)))
+        found = [self.copies.multiply(part, weight, index=index) for index, part in parts if len(part)]
+        return torch.cat(found) if found else x.new_empty(0, weight.shape[1])
 
     def input_grad(self, grad: Tensor, weight: Tensor, ends: Tensor | None = None) -> Tensor:
         """Output gradients [n, out] -> input gradients [n, in]."""
