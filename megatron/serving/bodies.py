@@ -27,6 +27,8 @@ _REFUSED = {
 
 _HARMLESS: tuple[Any, ...] = (None, False, [], {}, "none", {"type": "text"})
 """Values of such fields that change nothing."""
+_USUAL = {"best_of": 1, "length_penalty": 1, "spaces_between_special_tokens": True, "parallel_tool_calls": True}
+"""What they do anyway, beside those."""
 
 T = TypeVar("T")
 
@@ -133,7 +135,8 @@ def read_body(kind: type[T], content: dict[str, Any], *, refuses_unknown: bool =
     pydantic = require("pydantic", needed_by="the server")
     known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for name in content.keys() - known:
-        if refuses_unknown or (name in _REFUSED and content[name] not in _HARMLESS):
+        is_harmless = content[name] in _HARMLESS or content[name] == _USUAL.get(name)
+        if refuses_unknown or (name in _REFUSED and not is_harmless):
             raise BadRequest(f"{name[:64]} is not supported here; leave it out", name[:64])
     try:
         # As JSON: its strict rules know that an object is what makes a body.

@@ -131,7 +131,9 @@ def test_stop_words_end_a_text_before_them(server: Server) -> None:
         found = complete(server, prompt="abc", temperature=0, max_tokens=24, **body)["choices"][0]
         assert (found["text"], found["finish_reason"]) == (free["text"][:place], "stop")
     token = free["generation_token_ids"][4]
-    ended = complete(server, prompt="abc", temperature=0, max_tokens=24, stop_token_ids=[token])["choices"][0]
+    ended = complete(
+        server, prompt="abc", temperature=0, max_tokens=24, stop_token_ids=[token], best_of=1, length_penalty=1.0
+    )["choices"][0]  # the last two change nothing
     assert ended["generation_token_ids"] == free["generation_token_ids"][: free["generation_token_ids"].index(token)]
     assert ended["finish_reason"] == "stop"
 
@@ -182,6 +184,7 @@ BAD = [
     ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", 400),
     ({"prompt": "a", "suffix": "end"}, "suffix", 400),
     ({"prompt": "a", "guided_regex": "a+"}, "guided_regex", 400),
+    ({"prompt": "a", "best_of": 2}, "best_of", 400),
     ({"prompt": "a", "model": "other"}, "model", 404),
     ({"prompt": "a\ud800"}, "prompt", 400),
     ({"prompt": ["a"] * 65, "n": 2}, "n", 400),
