@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.forms import FULL
 from benchmarks.packed_documents import build_packed_datasets
 from benchmarks.plain_llama import ModelSizes
 from benchmarks.training import Preset, StepClock, build_flags, describe_error, train_here
 from megatron.core.errors import MegatronError
-
-FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 GRAPHS = "--cuda-graph-impl local --cuda-graph-warmup-steps 1"
 
@@ -84,7 +83,7 @@ def compare_curves(*, is_tiny: bool, deadline: float = math.inf) -> Iterator[tup
 
 class _Drawing:
     def __init__(self, is_tiny: bool) -> None:
-        self.steps = 4 if is_tiny else 30
+        self.steps = 4 if is_tiny else 50
         self.is_tiny = is_tiny
         self.references: dict[tuple[str, int, bool], list[float]] = {}
 

@@ -5,22 +5,27 @@
     python -m benchmarks gpu --minutes 3 --out results --only 1b,moe
     python -m benchmarks gpu --tiny --out /tmp/results       # every line of every item, small, on a CPU as well
 
-Each item is a process of its own (benchmarks/gpu_parts.py) with a share of the time. It writes DIR/NAME.json while it
-goes on, and DIR/NAME.log; an item that fails, or is cut when its time is over, keeps what it has found, and the next
-one begins. What an item does not need is there for those behind it; what is left in the end is there for those that
-were cut, which begin again. The whole command ends before the minutes are over, with a table and DIR/summary.json.
+Each item is a process of its own (benchmarks/gpu_parts.py) with a share of the time. What it finds is kept as it goes
+on; an item that fails, or is cut when its time is over, keeps what it has found, and the next one begins. What an item
+does not need is there for those behind it; what is left in the end is there for those that were cut, which begin again.
+The whole command ends before the minutes are over.
+
+DIR has four files and less than 1 MB, after every item anew: table.txt, a line for each item; summary.json, all
+results; profile.txt, waits and kernels of a step; rest.tar.gz, what each item printed, and results that were too long.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Sequence
@@ -34,6 +39,10 @@ ROOT = Path(__file__).resolve().parent.parent
 _TERM_SECONDS = 2.0
 _LEAST_SECONDS = 3.0
 """An item that would have less is not begun: it could not even import torch."""
+_LONGEST_RESULT = 8_000
+"""Characters of an item's results in summary.json..."""
+_LONGEST_IN_ARCHIVE = 16_000
+"""...and bytes of a file in the archive, so that 34 of them stay below 600 kB though they do not compress."""
 
 
 @dataclass(frozen=True)
@@ -47,18 +56,22 @@ class Item:
 
 ITEMS = (
     Item("versions", 15, "versions, and which kernel attention gets for the shapes of models"),
-    Item("tests", 60, "pytest -m gpu: every operation against its reference"),
-    Item("curves", 70, "30 steps on the GPU against the CPU; saved and resumed, and twice, bit for bit"),
+    Item("tests", 60, "every operation against its reference, each file in a process of its own"),
+    Item("curves", 80, "50 steps on the GPU against the CPU; saved and resumed, and twice, bit for bit"),
     Item("profile", 30, "waits of the host and the longest kernels of a 1B step"),
-    Item("operations", 75, "products, attention, optimizer and loss against the ceilings"),
-    Item("1b", 45, "training steps of 1B (at least 49 % of the peak)"),
-    Item("8b", 75, "training steps of 8B; with recomputation where memory is short (at least 57.7 %)"),
+    Item("8b", 70, "training steps of 8B (at least 57.7 %)"),
+    Item("1b", 40, "training steps of 1B (at least 49 % of the peak)"),
     Item("moe", 40, "training steps of 8 experts of 1B (at least 40 %)"),
     Item("fp8", 45, "8B layers in FP8 against bfloat16"),
+    Item("attention", 20, "attention by length"),
+    Item("offloading", 30, "8B layers with activations on the host against the device"),
+    Item("graphs", 30, "1B in small micro-batches by CUDA graphs against eager"),
+    Item("generation", 25, "tokens that the engine writes with a 1B model"),
+    Item("operations", 50, "products, attention, optimizer and loss against the ceilings"),
     Item("documents", 25, "packed documents against one long document"),
-    Item("two-processes", 45, "two processes on this GPU over gloo against one"),
+    Item("two-processes", 40, "two processes on this GPU over gloo against one"),
     Item("checkpoint", 20, "1B saved and loaded"),
-    Item("1b-compiled", 60, "1B with --compile, last, because compiling takes as long as there is time"),
+    Item("1b-compiled", 45, "1B with --compile, last, because compiling takes as long as there is time"),
 )
 """In this order."""
 
@@ -66,11 +79,18 @@ ITEMS = (
 def run_items(
     items: Sequence[Item], directory: Path, seconds: float, python: Sequence[str], *, is_tiny: bool
 ) -> list[dict[str, Any]]:
-    """Run the items one after the other, in `seconds` altogether; what became of each.
+    """Run the items one after the other, in `seconds` altogether; what became of each. directory: for the four files.
 
     python: what starts Python: the interpreter, or a program around it such as a profiler.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="gpu-results-", ignore_cleanup_errors=True) as work:
+        return _run_items(items, directory, Path(work), seconds, python, is_tiny=is_tiny)
+
+
+def _run_items(
+    items: Sequence[Item], directory: Path, work: Path, seconds: float, python: Sequence[str], *, is_tiny: bool
+) -> list[dict[str, Any]]:
     began_at = time.monotonic()
     # What remains is for ending the last item and for writing.
     usable = seconds - min(15.0, 0.05 * seconds)
@@ -78,9 +98,10 @@ def run_items(
     found: dict[str, dict[str, Any]] = {}
 
     def run(item: Item, limit: float) -> None:
-        outcome = found[item.name] = _run_item(item, directory, limit, python, is_tiny=is_tiny)
+        outcome = found[item.name] = _run_item(item, work, limit, python, is_tiny=is_tiny)
         print(_format_row(outcome), flush=True)
-        write_atomically(directory / "summary.json", list(found.values()))
+        # After each: whoever ends this command early has what there is.
+        write_results(list(found.values()), work, directory)
 
     granted = 0.0
     for item in items:
@@ -149,8 +170,40 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def write_atomically(path: Path, content: Any) -> None:
     """As JSON, complete or not at all: a reader, or a kill, may come at any moment."""
+    _write_text(path, json.dumps(content, indent=2))
+
+
+def write_results(found: Sequence[dict[str, Any]], work: Path, directory: Path) -> None:
+    """Write the four files. work: where items have left NAME.json and NAME.log."""
+    _write_text(directory / "table.txt", "\n".join(map(_format_row, found)))
+    profile = next((outcome.get("results", {}) for outcome in found if outcome["name"] == "profile"), {})
+    rows = [f"{row['seconds']:>10.6f} s{row['calls']:>8} x  {row['name'][:160]}" for row in profile.get("kernels", [])]
+    waits = [f"wait of the host: {place}" for place in profile.get("waits", [])]
+    _write_text(directory / "profile.txt", "\n".join([*waits, *rows]))
+    short = [outcome if len(json.dumps(outcome)) <= _LONGEST_RESULT else _shorten(outcome) for outcome in found]
+    write_atomically(directory / "summary.json", short)
+    beside = directory / ".rest.tar.gz.tmp"
+    with tarfile.open(beside, "w:gz") as archive:
+        for path in sorted(work.iterdir()):
+            content = path.read_bytes()
+            if len(content) > _LONGEST_IN_ARCHIVE:
+                # The end says how it ended.
+                content = content[:1000] + b"\n[...]\n" + content[1000 - _LONGEST_IN_ARCHIVE :]
+            entry = tarfile.TarInfo(path.name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    beside.replace(directory / "rest.tar.gz")
+
+
+def _shorten(outcome: dict[str, Any]) -> dict[str, Any]:
+    """Without results that are long: those are in the archive."""
+    kept = {key: value for key, value in outcome.get("results", {}).items() if len(json.dumps(value)) <= 2000}
+    return outcome | {"results": kept, "left_out": sorted(set(outcome.get("results", {})) - set(kept))}
+
+
+def _write_text(path: Path, text: str) -> None:
     beside = path.with_name(f".{path.name}.tmp")
-    beside.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    beside.write_text(text + "\n", encoding="utf-8")
     beside.replace(path)
 
 

@@ -25,80 +25,31 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend
 
-from benchmarks import operations
-from benchmarks.conditions import describe_conditions
+from benchmarks import gpu_steps, operations
 from benchmarks.curves import compare_curves
-from benchmarks.gpu import ROOT, write_atomically
-from benchmarks.measurements import FLOP_FORMULA, Measurement, choose_dtype
-from benchmarks.packed_documents import build_packed_datasets
+from benchmarks.gpu import ROOT
+from benchmarks.gpu_item import Part
+from benchmarks.measurements import choose_dtype, measure
 from benchmarks.step_profile import Watch, list_kernels
-from benchmarks.training import (
-    PRESETS,
-    Preset,
-    StepClock,
-    build_flags,
-    describe_error,
-    is_memory_shortage,
-    measure_ours,
-    shrink,
-    summarise,
-    train_here,
-)
+from benchmarks.training import PRESETS, StepClock, describe_error, shrink, summarise, train_here
 from megatron.core import device as device_module
-from megatron.core.errors import MegatronError
+from megatron.core.inference.engine import Engine, EngineSettings
+from megatron.core.inference.request import Request
+from megatron.core.inference.sampling import Sampling
 from megatron.core.optional_deps import available
-from megatron.core.transformer.core_attention.interface import AttentionOptions
+from megatron.core.transformer.core_attention.interface import AttentionOptions, Visible
 from megatron.core.transformer.core_attention.select import build_attention_backend
 from megatron.training.checkpoint.save_and_load import load_checkpoint, save_checkpoint
+from megatron.training.flags.read import read_run_config
+from megatron.training.recipes.gpt import build_gpt_model
+from megatron.training.recipes.vocabulary import build_tokenizer, compute_padded_vocab_size
 from megatron.training.run import Hook, Phase, Run
-
-FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-FP8 = "--fp8-format hybrid --fp8-recipe tensorwise"
-_LAST_STEPS_SHARE = 0.8
-"""Of an item's time, after which no further step is begun."""
-
-
-class Part:
-    """What an item may use, and where its findings go."""
-
-    def __init__(
-        self, path: Path, seconds: float, python: Sequence[str], *, is_tiny: bool, scratch: Path | None = None
-    ) -> None:
-        """scratch: for files that nobody needs afterwards; whoever gave it removes it. The system's when None."""
-        self.path, self.python, self.is_tiny, self.scratch = path, list(python), is_tiny, scratch
-        self.seconds = seconds
-        self.began_at = time.monotonic()
-        self.found: dict[str, Any] = {"state": "running", "conditions": describe_conditions(), "results": {}}
-
-    def note(self, headline: str | None = None, **results: Any) -> None:
-        """Keep results, and the line of the table."""
-        self.found["results"].update(results)
-        if headline is not None:
-            self.found["headline"] = headline
-        write_atomically(self.path, self.found)
-
-    def start(self, command: Sequence[str], environment: Mapping[str, str], log: IO[str]) -> subprocess.Popen[bytes]:
-        """Start a process beside this one, which ends with it."""
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
-
-    def deadline(self, share: float = _LAST_STEPS_SHARE) -> float:
-        """Of time.monotonic(): when so much of the time is over."""
-        return self.began_at + share * self.seconds
-
-    def preset(self, name: str) -> Preset:
-        """A preset, small with --tiny."""
-        return shrink(PRESETS[name]) if self.is_tiny else PRESETS[name]
-
-    def flags(self, preset: Preset, iterations: int, more: str = "") -> list[str]:
-        """The flags of a run of the preset in this device's number format."""
-        return build_flags(preset, choose_dtype(), iterations, more.split())
-
 
 # ---- versions
 
@@ -128,12 +79,10 @@ def tell_versions(part: Part) -> None:
 
 
 def run_tests(part: Part) -> None:
-    """pytest -m gpu, on the files that have such tests."""
-    files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text("utf-8")]
-    names = [str(path.relative_to(ROOT)) for path in files]
-    command = [*part.python, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short", *names]
+    """The tests of a GPU, each file of them in a process of its own (`python -m tests.gpu`)."""
+    command = [sys.executable, "-m", "tests.gpu", "--python", shlex.join(part.python), "--at-once", "4"]
     part.note(command=shlex.join(command))
-    lines = ["pytest printed nothing"]
+    lines = ["it printed nothing"]
     # At once, line by line: when the time is over before the tests are, the log says how far they came.
     process = subprocess.Popen(
         command, cwd=ROOT, env=os.environ | {"PYTHONUNBUFFERED": "1"}, stdout=subprocess.PIPE,
@@ -144,12 +93,13 @@ def run_tests(part: Part) -> None:
         print(line, end="", flush=True)
         if line.strip():
             lines.append(line.strip())
-            part.note(lines[-1].strip("= "))
+        if line.startswith("tests/"):
+            part.note(lines[-1])
     code = process.wait()
-    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    part.note(failed=failed)
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR", "DIED"))]
+    part.note(lines[-1], failed=failed)
     if code:
-        raise RuntimeError(f"pytest ended with {code}: {failed[0] if failed else lines[-1][-200:]}")
+        raise RuntimeError(f"tests ended with {code}: {failed[0] if failed else lines[-1][-200:]}")
 
 
 # ---- curves
@@ -174,7 +124,9 @@ def profile_step(part: Part) -> None:
     """Waits, and the kernels that take longest, of steps of a 1B model."""
     watch, clock = Watch(), StepClock(part.deadline())
     preset = part.preset("1b")
-    train_here(part.flags(dataclasses.replace(preset, global_batch=preset.micro_batch), 4), [watch, clock])
+    form = part.find_forms(dataclasses.replace(preset, global_batch=preset.micro_batch))[0]
+    log = train_here(part.flags(form.preset, 4, f"{form.flags} --log-memory-interval 4"), [watch, clock])
+    part.note(memory=[line.strip() for line in log.splitlines() if line.startswith(" [rank")])
     if watch.profile is None:
         raise RuntimeError("the time was over before the step that is profiled; give more --minutes")
     on_device = not device_module.is_cpu(device_module.current_device())
@@ -204,90 +156,45 @@ def measure_operations(part: Part) -> None:
         part.note(f"best shares of the product: {', '.join(best)}", **{name: report.as_dict()})
 
 
-# ---- training steps
+# ---- attention, generation
 
 
-def measure_steps(part: Part, name: str, more: str = "", *, steps: int, warm_ups: int = 3) -> Measurement:
-    """Time training steps of a preset; fewer where the time does not suffice. Raises MegatronError."""
-    if part.is_tiny:
-        steps, warm_ups = 2, 1
-    flags = part.flags(part.preset(name), steps + warm_ups, more)
-    part.note(flags=shlex.join(flags), formula=FLOP_FORMULA)
-    found = measure_ours(f"{name} {more}".strip(), flags, warm_ups, part.deadline())
-    print("\n".join(found.details["log"]))
-    return found
+def measure_attention(part: Part) -> None:
+    """Causal attention forward and backward, by the length of the sequence, 32768 tokens in all."""
+    sizes = operations.Sizes(is_tiny=part.is_tiny)
+    n, g, d = sizes.heads[0]
+    config = operations.build_config(sizes, kv_channels=d)
+    backend = build_attention_backend(config, AttentionOptions.from_config(config, 1), sizes.device)
+    tokens = 64 if part.is_tiny else 512 if device_module.is_cpu(sizes.device) else 32768
+    said = []
+    for length in (tokens // 16, tokens // 4, tokens):
+        if time.monotonic() > part.deadline():
+            break
+        q, k, v = (sizes.draw(length, tokens // length, heads, d, grad=True) for heads in (n, g, g))
+        step = operations.bind_attention(backend, Visible(), q, k, v)
+        found = measure(f"{length} tokens", step, 2 if part.is_tiny else 10, flops=6.0 * n * tokens * length * d)
+        said.append(f"{length} tokens {found.flops / found.seconds / 1e12:.4g} TFLOP/s")
+        part.note(", ".join(said), **{found.name: dataclasses.asdict(found)}, kernel=backend.name)
 
 
-def describe_speed(found: Measurement) -> str:
-    """Tokens per second, TFLOP/s and their share of the data sheet's peak, memory."""
-    rate = (found.flops or 0.0) / found.seconds
-    peak = device_module.get_dense_peak_flops(choose_dtype())
-    share = f" ({100 * rate / peak:.1f} % of the data sheet's dense peak)" if peak else ""
-    return (
-        f"{found.details['tokens/s']:.0f} tokens/s, {rate / 1e12:.4g} TFLOP/s{share}, {found.details['peak GiB']} GiB"
-    )
-
-
-def train_1b(part: Part) -> None:
-    """1B, eager."""
-    found = measure_steps(part, "1b", steps=12)
-    part.note(describe_speed(found), step=dataclasses.asdict(found))
-
-
-def train_1b_compiled(part: Part) -> None:
-    """1B with torch.compile."""
-    found = measure_steps(part, "1b", "--compile", steps=8)
-    part.note(describe_speed(found), step=dataclasses.asdict(found))
-
-
-def train_8b(part: Part) -> None:
-    """8B with small optimizer state; where memory is short with ever more recomputation."""
-    ways = ("", "--recompute-granularity selective --recompute-modules layernorm",
-            "--recompute-granularity selective --recompute-modules mlp", FULL)  # fmt: skip
-    for more in ways:
-        try:
-            found = measure_steps(part, "8b", more, steps=6, warm_ups=2)
-        except (MegatronError, RuntimeError) as error:
-            if not is_memory_shortage(error) or more == ways[-1]:
-                raise
-            part.note(**{f"out of memory with {more or 'nothing recomputed'}": describe_error(error)})
-            continue
-        part.note(f"{describe_speed(found)}; {more or 'nothing recomputed'}", step=dataclasses.asdict(found))
-        return
-
-
-def train_moe(part: Part) -> None:
-    """8 experts of a 1B model."""
-    found = measure_steps(part, "moe", steps=10)
-    part.note(describe_speed(found), step=dataclasses.asdict(found))
-
-
-def train_fp8(part: Part) -> None:
-    """Half of the layers of 8B, in bfloat16 and in FP8."""
-    plain = measure_steps(part, "8b-slice", steps=3, warm_ups=1)
-    part.note(f"bfloat16 {describe_speed(plain)}", bfloat16=dataclasses.asdict(plain))
-    eighth = measure_steps(part, "8b-slice", FP8, steps=3, warm_ups=1)
-    ratio = plain.seconds / eighth.seconds
-    part.note(f"{ratio:.3f}x of bfloat16: {describe_speed(eighth)}", fp8=dataclasses.asdict(eighth), ratio=ratio)
-
-
-def train_documents(part: Part) -> None:
-    """Packed documents of random lengths against one document of the whole sequence, the same model and tokens."""
-    preset = part.preset("8b-slice")
-    layers = min(4, preset.sizes.layers)
-    preset = dataclasses.replace(
-        preset, sizes=dataclasses.replace(preset.sizes, layers=layers), micro_batch=1, global_batch=2
-    )
-    steps, warm_ups = (2, 1) if part.is_tiny else (10, 3)
-    found = {}
-    for name in ("one document", "documents"):
-        clock = StepClock(part.deadline())
-        build = build_packed_datasets(preset.sequence, preset.sizes.vocab, whole=name == "one document")
-        train_here(part.flags(preset, steps + warm_ups), [clock], build_datasets=build)
-        found[name] = summarise(name, clock, warm_ups)
-        part.note(**{name: dataclasses.asdict(found[name])})
-    ratio = found["documents"].seconds / found["one document"].seconds
-    part.note(f"packed documents take {ratio:.3f}x of the time of one long document", ratio=ratio)
+def generate(part: Part) -> None:
+    """New tokens of the engine with a 1B model of random weights: of one text, and of many at once."""
+    preset = part.preset("1b")
+    config = read_run_config(part.flags(preset, 1), {})
+    with torch.device(device_module.current_device()):
+        model = build_gpt_model(config, compute_padded_vocab_size(config, build_tokenizer(config))).eval()
+    prompt, new, many = (8, 4, 2) if part.is_tiny else (128, 64, 32)
+    rates = []
+    for texts in (1, many):
+        engine = Engine(model, EngineSettings(prompt + new, max_requests=texts, reuses_prefixes=False))
+        tokens = [[(7 * text + place) % preset.sizes.vocab for place in range(prompt)] for text in range(texts)]
+        found = measure(
+            f"{texts} texts",
+            lambda: engine.run([Request(each, new, Sampling(greedy=True)) for each in tokens]),  # noqa: B023 - at once
+            1 if part.is_tiny else 3,
+        )
+        rates.append(f"{texts} at once: {texts * new / found.seconds:.1f} tokens/s")
+        part.note(f"prompts of {prompt} tokens, {new} new ones; " + ", ".join(rates), **{found.name: rates[-1]})
 
 
 # ---- two processes
@@ -401,18 +308,17 @@ class Saving(Hook):
 
 def save_and_load(part: Part) -> None:
     """1B with its optimizer state to this machine's temporary directory, and back."""
-    preset = part.preset("1b")
-    preset = dataclasses.replace(preset, micro_batch=1, global_batch=1)
+    form = part.find_forms(dataclasses.replace(part.preset("1b"), micro_batch=1, global_batch=1))[0]
     with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=part.scratch) as directory:
         saving = Saving(f"{directory}/a")
-        train_here(part.flags(preset, 2, "--exit-interval 1"), [saving])
+        train_here(part.flags(form.preset, 2, f"{form.flags} --exit-interval 1"), [saving])
         assert saving.path is not None
         size = sum(file.stat().st_size for file in saving.path.rglob("*") if file.is_file())
         rate = size / saving.seconds / 1e9
         said = f"{size / 1e9:.2f} GB: saved in {saving.seconds:.1f} s ({rate:.2f} GB/s)"
         part.note(said, bytes=size, save_seconds=saving.seconds)
         loading = Saving(f"{directory}/a")
-        train_here(part.flags(preset, 2, f"--load {directory}/a"), [loading])
+        train_here(part.flags(form.preset, 2, f"{form.flags} --load {directory}/a"), [loading])
         rate = size / loading.seconds / 1e9
         part.note(f"{said}, loaded in {loading.seconds:.1f} s ({rate:.2f} GB/s)", load_seconds=loading.seconds)
 
@@ -424,15 +330,19 @@ PARTS: dict[str, Callable[[Part], None]] = {
     "tests": run_tests,
     "curves": draw_curves,
     "profile": profile_step,
+    "8b": gpu_steps.train_8b,
+    "1b": gpu_steps.train_1b,
+    "moe": gpu_steps.train_moe,
+    "fp8": gpu_steps.train_fp8,
+    "attention": measure_attention,
+    "offloading": gpu_steps.train_offloaded,
+    "graphs": gpu_steps.train_with_graphs,
+    "generation": generate,
     "operations": measure_operations,
-    "1b": train_1b,
-    "8b": train_8b,
-    "moe": train_moe,
-    "fp8": train_fp8,
-    "documents": train_documents,
+    "documents": gpu_steps.train_documents,
     "two-processes": train_in_two_processes,
     "checkpoint": save_and_load,
-    "1b-compiled": train_1b_compiled,
+    "1b-compiled": gpu_steps.train_1b_compiled,
 }
 """Name of an item in gpu.py -> what it does."""
 

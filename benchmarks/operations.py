@@ -122,17 +122,21 @@ def list_attention(sizes: Sizes) -> Iterator[Case]:
         yield plain, partial(_forward_and_backward, _attend_plainly, q, k, v), facts
         visible = {"causal": Visible(), "window of a quarter": Visible(window=max(1, s // 4))}
         for name, what in visible.items():
-            yield f"{name}, {label}", partial(_bind, backend, what, q, k, v), facts | {"baseline": plain}
+            yield f"{name}, {label}", partial(bind_attention, backend, what, q, k, v), facts | {"baseline": plain}
         # Documents of uneven lengths in one sequence, as packing makes them.
         packed = [x.detach()[:, :1].contiguous().requires_grad_() for x in (q, k, v)]
         bounds = sorted({0, s // 7, s // 3, s // 2, s - s // 5, s})
         pairs = sum((stop - start) ** 2 for start, stop in zip(bounds, bounds[1:], strict=False))
         of_documents = {"flops": 6.0 * n * pairs * d, "moved_bytes": facts["moved_bytes"] / b}
         documents = Visible(documents=TokenLayout.of_documents(tuple(bounds)))
-        yield f"{len(bounds) - 1} documents, {label}", partial(_bind, backend, documents, *packed), of_documents
+        bound = partial(bind_attention, backend, documents, *packed)
+        yield f"{len(bounds) - 1} documents, {label}", bound, of_documents
 
 
-def _bind(backend: Callable[[AttentionInputs], Tensor], visible: Visible, *operands: Tensor) -> Callable[[], None]:
+def bind_attention(
+    backend: Callable[[AttentionInputs], Tensor], visible: Visible, *operands: Tensor
+) -> Callable[[], None]:
+    """One round of a backend over queries, keys and values, forward and backward."""
     return _forward_and_backward(lambda q, k, v: backend(AttentionInputs(q, k, v, visible, training=True)), *operands)
 
 

@@ -60,7 +60,8 @@ fi
 case "$mode" in
 # Two workers, each with neighbouring tests, so that what a file's tests share is made once; who is done first helps.
 all) check "tests" python -m pytest tests -q -n 2 --dist worksteal --durations 15 "$@" ;;
-gpu) check "tests" python -m pytest -q -m gpu "$@" ;;
+# Each file in a process of its own: an error of the device stays in its process.
+gpu) check "tests" python -m tests.gpu "$@" ;;
 selected) check "tests" python -m pytest -q "$@" ;;
 esac
 

@@ -228,6 +228,7 @@ _STAND_INS: dict[str, Any] = {
     "memory_allocated": lambda device=None: 0,
     "max_memory_allocated": lambda device=None: 0,
     "memory_stats": lambda device=None: {},
+    "memory_snapshot": lambda: [{"is_expandable": "expandable_segments:True" in os.environ["PYTORCH_ALLOC_CONF"]}],
     "reset_peak_memory_stats": _nothing,
     "empty_cache": _outside_of_graphs("empty_cache"),
     "mem_get_info": lambda device=None: (MEMORY_BYTES, MEMORY_BYTES),

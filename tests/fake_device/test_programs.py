@@ -28,7 +28,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("items", ["profile", pytest.param(None, marks=everything)])
+@pytest.mark.parametrize("items", ["profile,attention", pytest.param(None, marks=everything)])
 def test_the_gpu_command(library: Path, tmp_path: Path, items: str | None) -> None:
     python = shlex.join([sys.executable, "-m", "tests.fake_device.command", str(library)])
     words = ["--tiny", "--minutes", "30", "--out", str(tmp_path / "out"), "--python", python]
@@ -39,6 +39,12 @@ def test_the_gpu_command(library: Path, tmp_path: Path, items: str | None) -> No
     found = json.loads((tmp_path / "out" / "summary.json").read_text())
     states = {row["name"]: (row["state"], row.get("error")) for row in found}
     assert states == dict.fromkeys(names.split(","), ("done", None)), done.stdout + done.stderr
+    memory = next(row["results"]["memory"] for row in found if row["name"] == "profile")
+    assert len(memory) == 1 and memory[0].endswith("| expandable segments on")
+    left = list((tmp_path / "out").iterdir())
+    assert len(left) <= 8 and sum(path.stat().st_size for path in left) <= 1e6
+    rows = (tmp_path / "out" / "table.txt").read_text().splitlines()
+    assert [row.split()[0] for row in rows] == names.split(",")
 
 
 @everything

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron.core import device
 from megatron.core.collectives import all_gather_object, all_reduce
+from megatron.core.device_memory import has_expandable_segments
 from megatron.core.distributed.model_chunk import FlatBuffer
 from megatron.core.optimizer.grad_statistics import compute_layer_norms, count_zeros
 from megatron.core.plan.read import read_plan
@@ -448,16 +449,20 @@ class MemoryHook(Hook):
         """Gather the numbers of all ranks at the interval. Every rank takes part."""
         if run.progress.iteration % self.interval:
             return
-        own = (device.read_memory_stats(), device.read_used_memory_bytes())
+        own = (device.read_memory_stats(), device.read_used_memory_bytes(), has_expandable_segments(run.device))
         # Gathered as an object over the host: a few numbers, at intervals that a user has asked for.
         of_all = all_gather_object(own, run.groups.world)
         lines = (format_memory_line(run.progress.iteration, rank, *found) for rank, found in enumerate(of_all))
         run.metrics.add_table("\n".join(lines))
 
 
-def format_memory_line(iteration: int, rank: int, stats: dict[str, int], used: int) -> str:
-    """Return what one process holds, and what all processes of its device or machine do."""
+def format_memory_line(
+    iteration: int, rank: int, stats: dict[str, int], used: int, is_expandable: bool | None = None
+) -> str:
+    """Return what one process holds, and what all processes of its device or machine do. is_expandable: whether a GPU's
+    blocks of memory grow where they are."""
+    segments = "" if is_expandable is None else f" | expandable segments {'on' if is_expandable else 'off'}"
     return (
         f" [rank {rank}] memory (MB) after iteration {iteration}: allocated {stats['allocated_bytes'] / 2**20:.0f} | "
-        f"peak {stats['peak_bytes'] / 2**20:.0f} | used on the device {used / 2**20:.0f}"
+        f"peak {stats['peak_bytes'] / 2**20:.0f} | used on the device {used / 2**20:.0f}{segments}"
     )
