@@ -133,11 +133,13 @@ class StartupCheck:
         self._check_world_size()
         if gpu is not None:
             self._check_gpu(gpu)
-        self.store.set(f"flags/{self.rank}", json.dumps(flags, sort_keys=True))
-        self.store.set(f"obstacles/{self.rank}", json.dumps(dict(obstacles or {})))
+        written = json.dumps({"flags": flags, "obstacles": dict(obstacles or {})}, sort_keys=True)
+        self.store.set(f"start/{self.rank}", written)
         self.store.add("present", 1)
         self._wait_for_all("present", self._describe_missing_ranks)
-        difference = self._find_difference_to_first() or self._find_other_means()
+        # As text, which thousands of ranks need not take apart.
+        first = self.store.get("start/0").decode()
+        difference = None if first == written else self._find_difference(json.loads(written), json.loads(first))
         if difference:
             self._abort(difference)
         # A second round: without it a rank could go on to its first collective while another still reports a
@@ -180,28 +182,26 @@ class StartupCheck:
             raise ConfigError(self.store.get("abort").decode())
 
     def _describe_missing_ranks(self) -> str:
-        missing = [rank for rank in range(self.world_size) if not self.store.check([f"flags/{rank}"])]
+        missing = [rank for rank in range(self.world_size) if not self.store.check([f"start/{rank}"])]
         listing = ", ".join(map(str, missing[:_SHOWN_RANKS])) + (", …" if len(missing) > _SHOWN_RANKS else "")
         return f"rank(s) {listing} of WORLD_SIZE={self.world_size} never joined"
 
-    def _find_difference_to_first(self) -> str | None:
-        mine, first = (json.loads(self.store.get(f"flags/{rank}")) for rank in (self.rank, 0))
+    def _find_difference(self, own: dict[str, Any], first_rank: dict[str, Any]) -> str | None:
+        """Return which flag, or what it computes with, this rank has otherwise than the first one."""
+        mine, first = own["flags"], first_rank["flags"]
         for flag in sorted(mine.keys() | first.keys()):
             if mine.get(flag) != first.get(flag):
                 return (
                     f"rank {self.rank} was started with {flag} {mine.get(flag)}, rank 0 with {flag} {first.get(flag)}; "
                     "start all ranks alike"
                 )
-        return None
-
-    def _find_other_means(self) -> str | None:
-        """Ranks that compute the same in different ways meet in other collectives, and wait for each other for ever."""
-        mine, first = (json.loads(self.store.get(f"obstacles/{rank}")) for rank in (self.rank, 0))
-        for means, reason in mine.items():
-            if (reason is None) != (first.get(means) is None):
+        # Ranks that compute the same in different ways meet in other collectives, and wait for each other for ever.
+        others = first_rank["obstacles"]
+        for means, reason in own["obstacles"].items():
+            if (reason is None) != (others.get(means) is None):
                 failing, working = (self.rank, 0) if reason is not None else (0, self.rank)
                 return (
-                    f"{means} cannot be used on rank {failing} ({reason or first[means]}) and can on rank {working}; "
+                    f"{means} cannot be used on rank {failing} ({reason or others[means]}) and can on rank {working}; "
                     "all ranks have to compute alike: install the same on all machines"
                 )
         return None
