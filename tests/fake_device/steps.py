@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import fused_collectives
 from megatron.core.transformer.moe import grouped_products
 from megatron.planner.step_memory import predict_step_memory
 from megatron.training.config.container import RunConfig
@@ -62,8 +63,13 @@ class Seen:
 
 
 def run_layout(text: str, flags: list[str], which: str = "all") -> list[Seen]:
-    """What the ranks of a layout did, or one of each pipeline stage where which is `stages`."""
+    """What the ranks of a layout did, or one of each pipeline stage where which is `stages`; as on linked GPUs where
+    it is `linked`."""
     replace_operations()
+    # To try it takes values.
+    fused_collectives._works = lambda fused, members: True  # type: ignore[assignment]
+    fused_collectives._agree = lambda answer, members: answer  # type: ignore[assignment]
+    fused_collectives.can_fuse_collectives = lambda group: which == "linked"  # type: ignore[assignment]
     # What an H200 answers; to try it takes values.
     grouped_products.grouped_mm_works = lambda widths, dtype, device: dtype == torch.bfloat16  # type: ignore[assignment]
     layout = parse_layout(text)

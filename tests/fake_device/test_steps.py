@@ -41,7 +41,7 @@ REQUESTS = {
     "dp2": ("dp2,dist-opt,overlap-all", DENSE), "fsdp2": ("dp2,--use-torch-fsdp2", DENSE), "cp2": ("cp2", DENSE),
     "moe": ("1", EXPERTS), "moe, six layers": ("1", f"{EXPERTS} {SIX_LAYERS}"), "ep2": (f"dp2,ep2,{ALLTOALL}", EXPERTS),
     "tp2,pp2,ep2": (f"tp2,sp,pp2,dp2,ep2,etp1,{ALLTOALL}", EXPERTS), "pp2": ("pp2", DENSE),
-    "tp overlap": ("tp2,sp,--tp-comm-overlap", DENSE),
+    "tp overlap": ("tp2,sp,--tp-comm-overlap", DENSE), "linked": ("tp2,sp", DENSE, "linked"),
 }  # fmt: skip
 ALL_HEADS = DENSE.replace("--num-query-groups 4", "").replace("--group-query-attention", "")
 LATENT = "--multi-latent-attention --q-lora-rank 256 --kv-lora-rank 128 --qk-head-dim 64 --qk-pos-emb-head-dim 32 \
@@ -120,8 +120,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
     if library is None:
         pytest.skip("no C++ compiler")
     requests = {
-        name: (layout, " ".join(flags.split()))
-        for name, (layout, flags) in (REQUESTS | OFFLOADED | FEW_BITS | WRITTEN_OUT | RECORDED).items()
+        name: (layout, " ".join(flags.split()), *which)
+        for name, (layout, flags, *which) in (REQUESTS | OFFLOADED | FEW_BITS | WRITTEN_OUT | RECORDED).items()
     }
     done = subprocess.run(
         [sys.executable, "-m", "tests.fake_device", library], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -213,6 +213,15 @@ def test_chunks_are_not_copied(seen: Any) -> None:
     assert chunked["copy_"] == whole["copy_"]
     # Of the two row layers of each of four layers, once: dY in the order of X.
     assert chunked["clone"] - whole["clone"] == 2 * 4 * MICROBATCHES
+
+
+def test_linked_gpus_communicate_inside_of_products(seen: Any) -> None:
+    """Also without a flag: of four layers, forward and for input gradients, nothing else is gathered or scattered."""
+    for plain, linked in zip(of_layout(seen, "tp2,sp"), of_layout(seen, "linked"), strict=True):
+        kernels, layers = linked["kernels"], 2 * 4 * MICROBATCHES
+        assert kernels["fused_all_gather_matmul"] >= 2 * layers and kernels["fused_matmul_reduce_scatter"] >= layers
+        assert not {"fused_all_gather_matmul", "fused_matmul_reduce_scatter"} & set(plain["kernels"])
+        assert len(linked["collectives"]) <= len(plain["collectives"]) - 3 * layers
 
 
 @pytest.mark.parametrize(("four", "six", "budget"), [("1", "six layers", 27), ("moe", "moe, six layers", 79)])

@@ -116,13 +116,12 @@ def test_operations_of_symmetric_memory_are_those_that_we_call() -> None:
         assert str(getattr(torch.ops.symm_mem, name).default._schema) == f"symm_mem::{name}{schema}"
 
 
-def fused_pairs(flags: list[str]) -> list[tuple[dict[str, Tensor], dict[str, Tensor], list[str]]]:
-    """Layers as they are; with the collectives inside of products, by stand-ins for kernels that only GPUs have; and
-    the operations and collectives that the latter called."""
+def stand_in_for_kernels(calls: list[str], error: float = 0.0) -> torch.library.Library:
+    """The operations that only GPUs have, in two steps each; lives as long as what is returned. error: added to what
+    they scatter."""
     import torch.distributed._symmetric_memory
 
-    group, calls = dist.group.WORLD, []
-    size, plain = dist.get_world_size(), two_layers("")
+    group, size = dist.group.WORLD, dist.get_world_size()
 
     def gather(A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, return_A: bool = True) -> Any:
         assert gather_dim == 0 and group_name == group.group_name and A.is_contiguous()
@@ -136,11 +135,20 @@ def fused_pairs(flags: list[str]) -> list[tuple[dict[str, Tensor], dict[str, Ten
         calls.append("multiply and scatter")
         result = A.new_empty(len(A) // size, A.shape[1], B.shape[1])
         dist.reduce_scatter_tensor(result, A @ B)
-        return result
+        return result + error
 
     library = torch.library.Library("symm_mem", "IMPL")
     library.impl("fused_all_gather_matmul", gather, "CPU")
     library.impl("fused_matmul_reduce_scatter", scatter, "CPU")
+    return library
+
+
+def fused_pairs(flags: list[str]) -> list[tuple[dict[str, Tensor], dict[str, Tensor], list[str]]]:
+    """Layers as they are; with the collectives inside of products, by stand-ins for kernels that only GPUs have; and
+    the operations and collectives that the latter called. The last row is without --tp-comm-overlap."""
+    calls: list[str] = []
+    plain = two_layers("")
+    library = stand_in_for_kernels(calls)
     communication_plans.choose_fused_collectives = lambda group: FusedCollectives(group.group_name)
 
     def count(name: str) -> None:
@@ -163,6 +171,13 @@ def fused_pairs(flags: list[str]) -> list[tuple[dict[str, Tensor], dict[str, Ten
     two_layers("--tp-comm-overlap --deterministic-mode")
     fused = {"gather and multiply", "multiply and scatter"} & set(calls)
     assert not fused, "it would not round the operands; and promises no order of sums"
+    communication_plans.is_cpu = lambda device: False  # where nobody would be asked
+    calls.clear()
+    found.append((plain, two_layers(""), list(calls)))
+    calls.clear()
+    two_layers("", rounded=True)
+    assert calls.count("all_gather_into_tensor") == 3, "in one piece: chunks are not asked for"
+    del library
     return found
 
 
@@ -171,19 +186,24 @@ def test_collectives_inside_of_products_are_the_same_layers() -> None:
     bulk = ["all_gather_into_tensor", "reduce_scatter_tensor"]  # beside the column layer's gradients
     forward = ["gather and multiply", "multiply and scatter"]
     for by_flags in run_distributed(fused_pairs, 2, flags):
-        calls = dict(zip(flags, (calls for *_, calls in by_flags), strict=True))
+        names = [*flags, "without a flag"]
+        calls = dict(zip(names, (calls for *_, calls in by_flags), strict=True))
+        assert calls["without a flag"] == calls[""]
         assert calls[""] == [*forward, "gather and multiply", *bulk]
         assert calls["--tp-comm-overlap-rs-dgrad"] == [*forward, "gather and multiply", bulk[0], forward[1]]
         assert calls[SWITCHES["ag"]].count("gather and multiply") == 0
         assert calls[SWITCHES["rs"]].count("multiply and scatter") == 0
-        for flag, (plain, fused, _) in zip(flags, by_flags, strict=True):
+        for flag, (plain, fused, _) in zip(names, by_flags, strict=True):
             for name, value in plain.items():
                 assert_same_sums(fused[name], value, flag)
 
 
-def choose_where(possible: list[int]) -> bool:
+def choose_where(possible: list[int], error: float | None = 0.0) -> bool:
     fused_collectives.can_fuse_collectives = lambda group: dist.get_rank() in possible
+    # Without the stand-ins the operations are there, and have nothing for the CPU.
+    library = None if error is None else stand_in_for_kernels([], error * dist.get_rank())
     chosen = choose_fused_collectives(dist.group.WORLD)
+    del library
     assert chosen is None or chosen.group_name == dist.group.WORLD.group_name
     return chosen is not None
 
@@ -191,6 +211,12 @@ def choose_where(possible: list[int]) -> bool:
 def test_ranks_that_see_other_links_choose_alike() -> None:
     assert run_distributed(choose_where, 2, [0, 1]) == [True, True]
     assert run_distributed(choose_where, 2, [1]) == [False, False]
+
+
+def test_what_gives_other_numbers_is_not_used() -> None:
+    """Also where only one rank sees it."""
+    assert run_distributed(choose_where, 2, [0, 1], 10.0) == [False, False]
+    assert run_distributed(choose_where, 2, [0, 1], None) == [False, False]
 
 
 def test_symmetric_memory_is_for_linked_gpus_of_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,8 @@ The two bulk rows need no chunks and always hold (Korthikanti et al., 2022, sect
 these off, belong to --tp-comm-overlap.
 
 Where the GPUs of a group are linked by NVLink and have several hardware queues, overlap_ag, overlap_rs and
-overlap_rs_dgrad leave chunks and products to PyTorch's symmetric memory (fused_collectives.py).
+overlap_rs_dgrad leave chunks and products to PyTorch's symmetric memory (fused_collectives.py), the first two also
+without --tp-comm-overlap.
 
 A chunk is the same stretch of every rank's tokens: of x [tp, chunks, n, b, h], x[:, i]. Collectives are torch's own; on
 CUDA they run on the communicator's stream. Source: Wang et al., "Overlap Communication with Dependent Computation via
@@ -55,6 +56,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.collectives import Handle, all_gather_into_tensor, all_reduce, reduce_scatter_tensor
+from megatron.core.device import current_device, is_cpu
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import Group
 from megatron.core.tensor_parallel.fused_collectives import FusedCollectives, choose_fused_collectives
@@ -89,7 +91,8 @@ def choose_column_plan(config: ModelParallelConfig, group: Group) -> Communicati
         return CommunicationPlan()
     if not config.sequence_parallel:
         return SumInputGrad(group)
-    if not config.tp_comm_overlap:
+    fused = _find_fused(config, group)
+    if not config.tp_comm_overlap and fused is None:
         return GatherInput(group)
     return GatherInput(
         group,
@@ -97,13 +100,16 @@ def choose_column_plan(config: ModelParallelConfig, group: Group) -> Communicati
         bulk_dgrad=config.tp_comm_bulk_dgrad,
         bulk_wgrad=config.tp_comm_bulk_wgrad,
         overlap_rs_dgrad=config.tp_comm_overlap_rs_dgrad,
-        fused=_find_fused(config, group),
+        fused=fused,
+        most_chunks=CHUNKS if config.tp_comm_overlap else 1,
     )
 
 
 def _find_fused(config: ModelParallelConfig, group: Group) -> FusedCollectives | None:
-    # They promise no order of sums.
-    return None if config.deterministic_mode else choose_fused_collectives(group)
+    # They promise no order of sums. On the CPU there are none, and nobody needs to be asked.
+    if config.deterministic_mode or (is_cpu(current_device()) and not config.tp_comm_overlap):
+        return None
+    return choose_fused_collectives(group)
 
 
 def choose_row_plan(config: ModelParallelConfig, group: Group) -> CommunicationPlan:
@@ -113,13 +119,15 @@ def choose_row_plan(config: ModelParallelConfig, group: Group) -> CommunicationP
         return CommunicationPlan()
     if not config.sequence_parallel:
         return OutsideProduct(group, leave=reduce_from_tensor_model_parallel_region)
-    if not config.tp_comm_overlap:
+    fused = _find_fused(config, group)
+    if not config.tp_comm_overlap and fused is None:
         return ScatterOutput(group)
     return ScatterOutput(
         group,
         overlap_ag=config.tp_comm_overlap_ag,
         overlap_rs=config.tp_comm_overlap_rs,
-        fused=_find_fused(config, group),
+        fused=fused,
+        most_chunks=CHUNKS if config.tp_comm_overlap else 1,
     )
 
 
@@ -167,6 +175,8 @@ class GatherInput(CommunicationPlan):
     bulk_wgrad: bool = True
     overlap_rs_dgrad: bool = False
     fused: FusedCollectives | None = None
+    most_chunks: int = CHUNKS
+    """1 where only products that `fused` takes overlap."""
 
     @property
     def name(self) -> str:
@@ -187,6 +197,8 @@ class ScatterOutput(CommunicationPlan):
     overlap_ag: bool = False
     overlap_rs: bool = False
     fused: FusedCollectives | None = None
+    most_chunks: int = CHUNKS
+    """1 where only products that `fused` takes overlap."""
 
     @property
     def name(self) -> str:
@@ -255,7 +267,7 @@ class _GatherAndMultiply(torch.autograd.Function):
             save_kept(ctx, x)
             output = fused.gather_and_multiply(x, weight.t())
             return output if bias is None else output.add_(bias)
-        chunks = _count_chunks(x.shape[0]) if plan.overlap_ag else 1
+        chunks = _count_chunks(x.shape[0], plan.most_chunks) if plan.overlap_ag else 1
         # Our own tokens only: the gathered ones are tp times as large, and backward can hide a second gather.
         if chunks == 1:
             full = _gather(x, plan.group)[0]
@@ -289,7 +301,7 @@ class _GatherAndMultiply(torch.autograd.Function):
         if plan.overlap_rs_dgrad and (fused := _choose_fused(plan, product)) is not None:
             grad_x = fused.multiply_and_scatter(grad, weight)
         else:
-            chunks = _count_chunks(ctx.tokens) if plan.overlap_rs_dgrad else 1
+            chunks = _count_chunks(ctx.tokens, plan.most_chunks) if plan.overlap_rs_dgrad else 1
             grad_x, scattering = _multiply_and_scatter(
                 grad, lambda rows: product.input_grad_parts(rows, weight), weight.shape[1], plan.group, chunks
             )
@@ -312,7 +324,7 @@ class _MultiplyAndScatter(torch.autograd.Function):
         if plan.overlap_rs and (fused := _choose_fused(plan, product)) is not None:
             save_kept(ctx, x)
             return fused.multiply_and_scatter(x.contiguous(), weight.t())
-        chunks = _count_chunks(x.shape[0] // plan.group.size()) if plan.overlap_rs else 1
+        chunks = _count_chunks(x.shape[0] // plan.group.size(), plan.most_chunks) if plan.overlap_rs else 1
         kept: Kept = x
 
         def multiply_chunk(rows: Tensor) -> Tensor:
@@ -331,7 +343,7 @@ class _MultiplyAndScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (x, _), weight, product, plan = load_kept(ctx), ctx.weight, ctx.product, ctx.plan
-        chunks = _count_chunks(grad.shape[0]) if plan.overlap_ag else 1
+        chunks = _count_chunks(grad.shape[0], plan.most_chunks) if plan.overlap_ag else 1
         # dY of all tokens serves both products, so it is gathered once and needs no second collective.
         if plan.overlap_ag and (fused := _choose_fused(plan, product)) is not None:
             chunks = 1
@@ -401,9 +413,9 @@ Rows = Callable[[Tensor], Tensor]
 """A contiguous tensor of all tokens [s, b, h] -> the tokens of one chunk [tp, tokens, h], a view with gaps."""
 
 
-def _count_chunks(tokens: int) -> int:
+def _count_chunks(tokens: int, most: int) -> int:
     # Equal chunks: every rank must send as many, of the same size.
-    return next(count for count in range(min(CHUNKS, tokens), 0, -1) if tokens % count == 0)
+    return next(count for count in range(min(most, tokens), 0, -1) if tokens % count == 0)
 
 
 def _select_chunk(index: int, chunks: int, group: Group) -> Rows:

@@ -17,14 +17,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.torch_version import TorchVersion
 
-from megatron.core.collectives import all_reduce
+from megatron.core.collectives import all_gather_into_tensor, all_reduce
 from megatron.core.device import are_linked, current_device, find_own_gpus, has_several_queues
 from megatron.core.process_groups_config import Group, PretendGroup, SingleRankGroup, group_ranks, torch_group
 
 _FIRST_RELEASE = "2.11"
 """Earlier ones want each group to be enabled first, by a function that this one deprecates."""
+_TRIED, _TOLERANCE = 128, 2.0**-5
+"""Tokens and channels of the operands that are tried, and what bfloat16 may differ by, of the greatest value."""
 
 
 @dataclass(frozen=True)
@@ -50,20 +53,58 @@ class FusedCollectives:
 
 def choose_fused_collectives(group: Group) -> FusedCollectives | None:
     """Return the fused collectives of a group whose members have one GPU each on this machine, linked by NVLink, with
-    several hardware queues; None elsewhere. Waits for the group's other members: all get the same answer, because ranks
-    that communicate in other ways would wait for each other for ever. Asked where layers are made, never in a step."""
+    several hardware queues, where they give what their two steps give; None elsewhere. Waits for the group's other
+    members: all get the same answer, because ranks that communicate in other ways would wait for each other for ever.
+    Asked where layers are made, never in a step."""
     if isinstance(group, SingleRankGroup | PretendGroup):
         return None
     members = torch_group(group)  # not metered: what is counted is what steps send
-    is_possible = torch.full((), int(can_fuse_collectives(group)), device=current_device())
-    all_reduce(is_possible, members, "min")
-    return FusedCollectives(members.group_name) if is_possible.item() else None
+    if not _agree(can_fuse_collectives(group), members):
+        return None
+    fused = FusedCollectives(members.group_name)
+    return fused if _agree(_works(fused, members), members) else None
+
+
+def _agree(answer: bool, members: ProcessGroup) -> bool:
+    token = torch.full((), int(answer), device=current_device())
+    all_reduce(token, members, "min")
+    return bool(token.item())
+
+
+def _works(fused: FusedCollectives, members: ProcessGroup) -> bool:
+    """Try each operation on small operands, and compare."""
+    rank, size = members.rank(), members.size()
+    own, matrix = (
+        torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu").to(
+            current_device(), torch.bfloat16
+        )
+        for shape, seed in (((_TRIED, 1, _TRIED), rank), ((_TRIED, _TRIED), size))
+    )
+    full = own.new_empty(size * _TRIED, 1, _TRIED)
+    all_gather_into_tensor(full, own, members)
+    product = full @ matrix
+    expected = [product, full, product, size * product.float()[rank * _TRIED : (rank + 1) * _TRIED]]
+    try:
+        found = [fused.gather_and_multiply(own, matrix), *fused.gather_and_multiply_both(own, matrix)]
+        found.append(fused.multiply_and_scatter(full, matrix))
+    # No memory that all can map, a driver or a build without it.
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False
+    return all(
+        a.shape == b.shape and bool(((a.float() - b.float()).abs().max() <= _TOLERANCE * b.float().abs().max()).item())
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+def is_new_enough() -> bool:
+    """Return whether this PyTorch has them."""
+    return TorchVersion(torch.__version__) >= _FIRST_RELEASE
 
 
 def can_fuse_collectives(group: Group) -> bool:
     """Return whether it is possible as far as this process sees: its environment, its PyTorch, the links that its
     driver tells of."""
-    if not has_several_queues() or TorchVersion(torch.__version__) < _FIRST_RELEASE:
+    if not has_several_queues() or not is_new_enough():
         return False
     ranks = group_ranks(group)
     gpus = find_own_gpus(ranks, ranks[group.rank()])

@@ -23,6 +23,7 @@ from torch.distributed import PrefixStore, Store
 from megatron.core import device as device_module
 from megatron.core.collectives import all_reduce
 from megatron.core.context_parallel.planning import count_ranks_of_sample
+from megatron.core.device_links import gpus_have_links
 from megatron.core.dist_checkpointing.crash_points import arm
 from megatron.core.errors import ConfigError, explain_refused_memory, format_bytes
 from megatron.core.host_memory import keep_freed_host_memory
@@ -32,6 +33,7 @@ from megatron.core.open_files import require_open_files
 from megatron.core.parent_death import end_with_parent
 from megatron.core.plan.stages import build_virtual_stages, find_embedding_use
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.fused_collectives import is_new_enough
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.training.config.container import RunConfig
 from megatron.training.config.distributed import DistributedInitConfig
@@ -340,8 +342,10 @@ def _prepare_environment(config: RunConfig, launch: Launch) -> None:
     os.environ["LOCAL_RANK"] = str(launch.local_rank)
     shares_layers = config.model.tensor_model_parallel_size > 1 or config.model.context_parallel_size > 1
     if shares_layers and not config.ddp.use_torch_fsdp2:
-        # One hardware queue: a collective starts before the matrix product that was launched after it.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        # One hardware queue: a collective starts before the matrix product that was launched after it. Collectives
+        # inside of products need several.
+        queues = "32" if _may_fuse_collectives(config) else "1"
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", queues)
     _configure_flight_recorder(config.distributed)
     # The setting's former name; a user's stays as it is. Memory that NCCL registers must not grow where it is.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and not config.ddp.nccl_ub:
@@ -355,6 +359,16 @@ def _prepare_environment(config: RunConfig, launch: Launch) -> None:
         # cuBLAS needs a workspace of fixed size, NCCL one algorithm whatever it measures.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("NCCL_ALGO", "Ring")
+
+
+def _may_fuse_collectives(config: RunConfig) -> bool:
+    """Return whether tensor-parallel layers may communicate inside of their products, as far as can be known before
+    CUDA is touched; fused_collectives.py tries it."""
+    model = config.model
+    is_wanted = model.sequence_parallel and not model.deterministic_mode and model.few_bits_recipe is None
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    is_local = model.context_parallel_size == 1 and local > 0 and local % model.tensor_model_parallel_size == 0
+    return is_wanted and is_local and is_new_enough() and gpus_have_links()
 
 
 def _configure_flight_recorder(settings: DistributedInitConfig) -> None:

@@ -12,6 +12,7 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.distributed.torch_fully_sharded_data_parallel import find_sharding_units
 from megatron.core.errors import ConfigError
 from megatron.training.config.container import RunConfig
+from megatron.training.launch import initialize
 from megatron.training.launch.initialize import Launch, _prepare_environment
 from tests.support.run_flags import run_config
 
@@ -64,6 +65,24 @@ def test_collectives_get_queues_of_their_own(monkeypatch: pytest.MonkeyPatch) ->
         config = run_config(f"--tensor-model-parallel-size 2 {flags}", world_size=4)
         _prepare_environment(config, Launch(rank=0, local_rank=0, world_size=4))
         assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected, flags
+
+
+def test_linked_gpus_get_several_queues(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where tensor-parallel layers may communicate inside of products: with sequence parallelism, on one machine."""
+    monkeypatch.setattr(initialize, "gpus_have_links", lambda: True)
+    sp = "--tensor-model-parallel-size 2 --sequence-parallel"
+    for flags, local, expected in (
+        (sp, "4", "32"), (sp.split(" --s")[0], "4", "1"), (sp, "1", "1"), (f"{sp} --deterministic-mode", "4", "1"),
+        (f"{sp} --context-parallel-size 2", "4", "1"),
+    ):  # fmt: skip
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+        monkeypatch.setenv("LOCAL_RANK", "0")
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+        _prepare_environment(run_config(flags, world_size=4), Launch(rank=0, local_rank=0, world_size=4))
+        assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == expected, flags
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    _prepare_environment(run_config(sp, world_size=4), Launch(rank=0, local_rank=0, world_size=4))
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "8", "a user's stays"
 
 
 @pytest.mark.flags("--use-megatron-fsdp")
