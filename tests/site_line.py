@@ -74,7 +74,7 @@ def measure(network: EmulatedNetwork, root: Path, every: int, until: int, flags:
     for site in range(2):
         for local in range(RANKS):
             place = network.variables(site) | {"LOCAL_WORLD_SIZE": str(RANKS)}
-            own = [*common, "--metrics-dir", root / f"site{0 if is_one_job else site}"]
+            own: list[str | Path] = [*common, "--metrics-dir", root / f"site{0 if is_one_job else site}"]
             if is_one_job:
                 environment = name_rank(site * RANKS + local, 2 * RANKS, 29500, **place)
             else:
@@ -130,13 +130,14 @@ def compare_over_a_line(every: int, form: str) -> None:
 
 def compare_losses(quickstart: Path, every: int, form: str, steps: int) -> None:
     """Print the loss of both ways at the end, the mean over the last tenth of the steps."""
-    data = ["--data-path", quickstart / "stdlib_text_document", "--split", "95,5,0", "--tokenizer-type"]
+    data: list[object] = ["--data-path", quickstart / "stdlib_text_document", "--split", "95,5,0", "--tokenizer-type"]
     data += ["HuggingFaceTokenizer", "--tokenizer-model", quickstart / "tokenizer", "--train-iters", steps]
     data += ["--lr-decay-style", "cosine", "--lr-warmup-iters", steps // 10, "--log-interval", 1, "--weight-decay", 0.1]
-    sites = ["--diloco-replicas", 2, "--diloco-inner-steps", every, "--diloco-exchange-dtype", form]
+    sites: list[object] = ["--diloco-replicas", 2, "--diloco-inner-steps", every, "--diloco-exchange-dtype", form]
+    ways: list[tuple[str, list[object]]] = [("synchronous", [SYNCHRONOUS[0]]), ("DiLoCo", sites)]
     losses = {}
     with tempfile.TemporaryDirectory() as directory:
-        for port, (name, flags) in enumerate({"synchronous": SYNCHRONOUS[:1], "DiLoCo": sites}.items(), 29520):
+        for port, (name, flags) in enumerate(ways, 29520):
             root = Path(directory) / name
             root.mkdir()
             own = [*data, "--data-cache-path", root / "cache", "--metrics-dir", root, *flags]
