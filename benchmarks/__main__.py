@@ -43,6 +43,7 @@ _PROGRAMS = {
     "train_step": "a small training step against its bare matrix products and against Hugging Face",
     "experts": "a layer of experts against loops over experts and a dense MLP",
     "mixers": "layers with a state against their recurrence, transformers and formulas",
+    "hyper_connections": "a layer with several residual streams against one without",
     "overlap": "how much of an artificial link's time overlap hides",
     "tokenization": "tokenising against one call per document",
     "index_building": "indices of documents against loops in C++",

@@ -26,7 +26,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.core.plan.branch_kind import Counts, count_norm
+from megatron.core.plan.branch_kind import Counts, count_connection, count_norm
 from megatron.core.plan.kinds import find_kind
 from megatron.core.plan.model_plan import LayerPlan
 from megatron.core.plan.read import read_plan
@@ -125,8 +125,12 @@ def count_parameters(model: TransformerConfig, *, padded_vocab_size: int, untied
 
 def count_layers(model: TransformerConfig, layers: Iterable[LayerPlan], *, has_final_norm: bool = False) -> Counts:
     """Parameters of these layers."""
-    counts = [find_kind(branch.kind).count(model, branch) for layer in layers for branch in layer.branches]
-    return Counts.sum([*counts, Counts(replicated=count_norm(model) if has_final_norm else 0)])
+    branches = [branch for layer in layers for branch in layer.branches]
+    counts = [find_kind(branch.kind).count(model, branch) for branch in branches]
+    counts += [count_connection(model)] * len(branches)
+    # Behind the last layer a norm, and the sum of the streams where it is learned.
+    of_end = count_norm(model) + model.enable_hyper_connections * model.num_residual_streams * model.stream_width
+    return Counts.sum([*counts, Counts(replicated=of_end if has_final_norm else 0)])
 
 
 def estimate_memory(

@@ -169,6 +169,7 @@ def _describe_chunk(
 ) -> _ChunkMemory:
     tokens, ranks = count_tokens(model, workload), model.tensor_model_parallel_size
     hidden = tokens.own * model.hidden_size * count_bytes(model)
+    stream = tokens.own * model.stream_width * (4 if model.fp32_residual_connection else count_bytes(model))
     plans = read_plan(model).decoder[content.layers.start : content.layers.stop]
     branches = [list_kept(model, workload, layer) for layer in plans]
     described = list(zip(plans, branches, strict=True))
@@ -183,14 +184,13 @@ def _describe_chunk(
             left.append([[row.bytes * stays for row in _leave_out(model, rows)] for rows in branches[index]])
         if unit.is_recomputed:
             # Of its layers nothing is left but the input of the first one.
-            (unit_input,) = _leave_out(model, [Kept("the unit's input", hidden, place="attn_norm")])
+            (unit_input,) = _leave_out(model, [Kept("the unit's input", stream, place="attn_norm")])
             of_input = unit_input.bytes / (ranks if model.distribute_saved_activations else 1)
             left[unit.layers.start][0][0] = of_input
     for index, rows_of_layer in enumerate(left):
         rows = [row for rows in rows_of_layer for row in rows]
         of_graphs = sum(itertools.compress(rows, in_graphs[index]))
         kept, recorded = kept + sum(rows) - of_graphs, recorded + of_graphs
-    stream = tokens.own * model.hidden_size * (4 if model.fp32_residual_connection else count_bytes(model))
     if not content.has_embedding:
         # The stage holds what it was sent to the end of its backward, wherever its first layer keeps it.
         entering = stream
@@ -218,6 +218,8 @@ def _describe_chunk(
         kept += tokens.own * model.hidden_size  # which elements are dropped
     if content.ends_decoder:
         kept += 2 * hidden  # the last layer's output, and what the final norm makes of it
+        if model.num_streams is not None:
+            kept += stream  # of which that output is a sum
     if content.has_loss:
         # Their gradient is written over them.
         logits = tokens.all * workload.padded_vocab_size / ranks * count_bytes(model)
@@ -252,7 +254,8 @@ def _walk_back(
     """
     keeps_factors = model.defers_weight_gradients or model.delays_weight_gradients
     width = model.hidden_size * count_bytes(model)
-    most, beside = 0.0, -width * tokens.own if has_next else 0.0
+    of_streams = tokens.own * model.stream_width * count_bytes(model)
+    most, beside = 0.0, -of_streams if has_next else 0.0
     fetched = _count_fetched(model, [branches for _, branches in layers])
     for unit in reversed(divide_layers(model, len(layers))):
         if unit.is_recomputed:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.core.pipeline_parallel.timelines import Costs, simulate
-from megatron.core.plan.branch_kind import count_bytes
+from megatron.core.plan.branch_kind import count_bytes, count_connection
 from megatron.core.plan.kinds import find_kind
 from megatron.core.plan.model_plan import Branch, LayerPlan
 from megatron.core.plan.read import read_plan
@@ -193,7 +193,7 @@ class _Clock:
     @property
     def send_seconds(self) -> float:
         """From a stage to the next one."""
-        return self.pp.send(self.tokens.own * self.model.hidden_size * self.width)
+        return self.pp.send(self.tokens.own * self.model.stream_width * self.width)
 
     def time_chunk(self, content: StageContent) -> _Passes:
         """Forward and backward of a virtual stage, what is recomputed included."""
@@ -275,6 +275,8 @@ class _Clock:
         products = self._multiply(tokens.all, counts.matrices / ranks, narrow, few_bits)
         products += self._multiply(tokens.own, counts.projections, counts.projections / hidden / 2, few_bits)
         forward = Parts()
+        of_streams = count_connection(model).projections
+        products += self._multiply(tokens.own, of_streams, of_streams / model.stream_width, few_bits=False)
         if counts.active_expert_matrices:
             own = tokens.all / ranks
             rows = own * model.moe_router_topk * self.ep.size * self.etp.size / (model.num_moe_experts or 1)

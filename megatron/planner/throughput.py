@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron.core import device as device_module
+from megatron.core.plan.branch_kind import work_on_streams
 from megatron.core.plan.kinds import find_kind
 from megatron.core.plan.read import read_plan
 from megatron.core.tensor_parallel.products import multiply_by_onednn, takes_onednn
@@ -63,6 +64,7 @@ def count_products(
     per_token += (1 + depths) * padded_vocab_size * hidden  # the output layer
     per_token += depths * (2 * hidden * hidden + 3 * hidden)
     branches = [branch for layer in used for branch in layer.branches]
+    per_token += len(branches) * work_on_streams(model)
     if sees_all:
         branches = [branch._replace(options=branch.options._replace(window=None, chunk=None)) for branch in branches]
     return per_token, sum(find_kind(branch.kind).work(model, branch, seq_length) for branch in branches)

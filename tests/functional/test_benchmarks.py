@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import checkpointing, experts, generality, guards, memory, mixers, overlap, serving
+from benchmarks import checkpointing, experts, generality, guards, hyper_connections, memory, mixers, overlap, serving
 from benchmarks.train_step import Sizes
 from megatron.training.launch.local_job import run_locally
 from megatron.training.verify.parity_layouts import parse_layout
@@ -71,6 +71,11 @@ def test_mixers_that_are_compared(letter: str) -> None:
     assert held == pytest.approx(formula, rel=0.03)
     found = mixers.measure_speed(letter, 32, 1) | {"generation": mixers.measure_generation(letter, 1)}
     assert all(value > 0 for value in found.values())
+
+
+def test_streams_that_are_compared() -> None:
+    found = hyper_connections.measure(hidden=64, tokens=16, streams=2, rounds=1)
+    assert len(found) == 2 and all(ratio > 0 for ratio in found.values())
 
 
 def test_generation_that_is_compared(tmp_path: Path) -> None:

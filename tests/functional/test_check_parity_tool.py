@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 
+from megatron.training.flags.read import read_run_config
+from megatron.training.flags.shrink import shrink
 from tests.functional.pretrain_runs import ROOT, TINY, environment
 
 
-def check(*arguments: str) -> subprocess.CompletedProcess[str]:
+def check(*arguments: str, start: Sequence[str] = TINY) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "check_parity.py"), *TINY, *arguments],
+        [sys.executable, str(ROOT / "tools" / "check_parity.py"), *start, *arguments],
         capture_output=True, text=True, env=environment({}), timeout=200, check=False,
     )  # fmt: skip
 
@@ -34,6 +37,27 @@ def test_a_layout_that_does_not_agree_is_told_where() -> None:
     assert any(line.startswith("  what comes after it differs, too: ") for line in lines)
     assert lines[-1] == "  the smallest part of dp2,--seed=99 that shows it: --seed=99"
     assert "  trying dp2: it does not show" in lines and "  trying --seed=99: it shows, too" in lines
+
+
+SPARSE = """--num-layers 78 --hidden-size 6144 --ffn-hidden-size 12288 --num-attention-heads 64 --seq-length 4096
+    --max-position-embeddings 202752 --multi-latent-attention --q-lora-rank 2048 --kv-lora-rank 512 --qk-head-dim 192
+    --qk-pos-emb-head-dim 64 --v-head-dim 256 --qk-layernorm --experimental-attention-variant dsa
+    --dsa-indexer-n-heads 32 --dsa-indexer-head-dim 128 --dsa-indexer-topk 2048 --dsa-indexer-topk-freq 4
+    --dsa-indexer-skip-topk-offset 2 --dsa-indexer-loss-coeff 0.01 --dsa-indexer-use-sparse-loss
+    --dsa-indexer-rope-interleaved --dsa-indexer-k-norm-epsilon 1e-6 --position-embedding-type rope --rotary-base 1000000
+    --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights --micro-batch-size 1
+    --global-batch-size 64 --lr 1e-3 --train-iters 10 --mock-data --tokenizer-type NullTokenizer --vocab-size 154880
+    --tensor-model-parallel-size 4 --sequence-parallel --context-parallel-size 2 --cp-comm-type allgather"""
+
+
+def test_sparse_attention_as_upstream_starts_it() -> None:
+    """In small, each token chooses among keys, and every second layer takes the choice of the one before."""
+    words, _ = shrink(SPARSE.split(), {"WORLD_SIZE": "8"}, most_processes=1)
+    model = read_run_config(words, {}).model
+    assert model.dsa_indexer_topk is not None and model.dsa_indexer_topk < 64 / 2 and model.dsa_indexer_topk_freq == 2
+    done = check(*words, "--iterations", "2", "--layouts", "tp2,sp", "cp2,--cp-comm-type=allgather", "pp2", start=())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("(2 processes): the same run") == 3
 
 
 def test_sizes_among_the_flags_belong_to_layouts() -> None:

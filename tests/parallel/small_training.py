@@ -102,6 +102,14 @@ OPTIONS = {
         --ffn-hidden-size 48 --disable-bias-linear --untie-embeddings-and-output-weights --kv-lora-rank 11
         --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 5 --num-experts 4 --moe-ffn-hidden-size 24
         --dsa-indexer-n-heads 3 --dsa-indexer-head-dim 8 --dsa-indexer-topk 3 --dsa-indexer-loss-coeff 0.5""",
+    # Residual streams of both forms, of branches with norms on both sides, experts among them, and in letters.
+    "streams": """--enable-hyper-connections --num-residual-streams 3 --norm-placement both --residual-multiplier 0.7
+        --normalization RMSNorm --swiglu --ffn-hidden-size 48 --position-embedding-type rope --num-experts 4
+        --moe-layer-freq ([0]+[1]*3) --moe-ffn-hidden-size 24 --untie-embeddings-and-output-weights
+        --mhc-init-gating-factor 0.5""",
+    "mean": """--enable-mhc-connections --mhc-num-residual-streams 2 --hybrid-layer-pattern M-*- --normalization RMSNorm
+        --position-embedding-type rope --disable-bias-linear --mamba-num-heads 6 --mamba-head-dim 5
+        --mamba-num-groups 2 --mamba-state-dim 7 --mhc-init-gating-factor 0.5""",
     # Layers of different shapes: none or a matrix in place of attention and of the MLP; other widths.
     "shapes": """--position-embedding-type rope --normalization RMSNorm --swiglu --ffn-hidden-size 48
         --group-query-attention --num-query-groups 2 --heterogeneous-layers-config-encoded-json """

@@ -60,6 +60,11 @@ SMALL = {
         "pp2,--recompute-granularity full,--recompute-method uniform,--recompute-num-layers 1",
     ],
     "chosen": ["tp2,sp,pp2", "dp2,fsdp2", "cp2,--cp-comm-type=all_gather"],
+    "streams": [
+        "tp2", "tp2,sp", "cp2", "pp2", "pp2,--pipeline-schedule=zb-v", "dp2,dist-opt",
+        "tp2,sp,pp2,--recompute-granularity full,--recompute-method uniform,--recompute-num-layers 1",
+    ],
+    "mean": ["tp2,sp,pp2", "cp2", "dp2,fsdp2"],
     "deepseek": ["tp2,sp,ep2,etp1,--moe-token-dispatcher-type=alltoall", "tp2,pp2,ep2,etp1"],
 }  # fmt: skip
 LARGE = [

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from megatron.core.collectives import all_gather_object, broadcast_object, receive, send
 from megatron.core.errors import ConfigError
+from megatron.core.pipeline_parallel.executor import compute_activation_shape
 from megatron.core.plan.read import read_plan
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.sequences.state import PAGE_TOKENS, HeldSequence, Reach, SequenceState
@@ -161,9 +162,7 @@ class ModelRunner:
         return gather_from_tensor_model_parallel_region(logits, tp)
 
     def _shape_between(self, ids: Tensor) -> tuple[int, int, int]:
-        assert self.config is not None
-        ranks = self.groups.tp.size() if self.config.sequence_parallel else 1
-        return ids.shape[1] // ranks, ids.shape[0], self.config.hidden_size
+        return compute_activation_shape(self.config, self.groups, ids.shape[1], ids.shape[0])
 
     @property
     def _dtype_between(self) -> torch.dtype:

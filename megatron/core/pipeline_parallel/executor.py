@@ -242,9 +242,9 @@ def compute_activation_shape(
     config: Any, groups: ProcessGroupCollection, seq_length: int, micro_batch_size: int
 ) -> tuple[int, int, int]:
     """Compute the shape of the hidden states between stages: [s / cp, b, h], with sequence parallelism [s / cp / tp, b,
-    h]."""
+    h]; h is the width of all residual streams."""
     parts = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
-    return seq_length // parts, micro_batch_size, config.hidden_size
+    return seq_length // parts, micro_batch_size, getattr(config, "stream_width", config.hidden_size)
 
 
 def build_chunk_iterators(data_iterator: Any, chunks: int) -> list[Iterator[Any] | None]:

@@ -133,8 +133,35 @@ def keep_input(config: Config, branch: Branch, tokens: Tokens, norm: str, produc
     --offload-modules."""
     hidden = tokens.own * config.hidden_size * count_bytes(config)
     stream = tokens.own * config.hidden_size * 4 if config.fp32_residual_connection else hidden
+    if config.num_streams is not None:
+        yield Kept("the residual streams", stream * config.num_streams)
+        width = count_bytes(config)
+        yield Kept("the branch's output", stream)
+        rows, streams = count_mapped_rows(config), config.num_streams
+        yield Kept("products and weights of the streams", tokens.own * (4 * (rows + 1) + width * streams * (streams + 1)))
     if branch.options.norm != "shared":
         yield Kept("the branch's input", stream, place=norm)
         yield Kept("its norm's output", hidden * share_of_rounded(config, branch), "layernorm", product, is_factor=True)
     if config.hidden_dropout:
-        yield Kept("which elements are dropped", tokens.own * config.hidden_size)
+        yield Kept("which elements are dropped", tokens.own * config.stream_width)
+
+
+# ---- hyper-connections, which every branch of a model has
+
+
+def count_mapped_rows(config: Config) -> int:
+    """Outputs of the product that says how a branch reads and mixes the residual streams; 0 without streams."""
+    streams: int = config.num_streams or 0
+    return streams * (streams + 2)
+
+
+def count_connection(config: Config) -> Counts:
+    """Parameters with which a branch reads and mixes the residual streams."""
+    elements = count_mapped_rows(config) * config.stream_width
+    return Counts(projections=elements, replicated=elements)
+
+
+def work_on_streams(config: Config) -> int:
+    """Products in forward for a token and a branch: the sum of the streams that it reads, their mixture, and its output
+    in each of them."""
+    return count_mapped_rows(config) * config.hidden_size  # type: ignore[no-any-return]

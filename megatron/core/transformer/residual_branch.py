@@ -6,8 +6,8 @@
     leave    f's output -> x behind the branch
 
 Runners (execution/branch_runner.py) wrap the body, join a branch with the next one, or launch it as a graph. A branch
-that is added in another way, such as to several residual streams that are mixed (hyper-connections), is a subclass with
-other `enter` and `leave`: no one else looks into x or the residual.
+that is added in another way, such as to several residual streams that are mixed (hyper_connections.py), is a subclass
+with other `enter` and `sum`: no one else looks into x or the residual.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class ResidualBranch:
         output, bias = self.body(normed, inputs, norm_input)
         return self.leave(output, bias, residual if stream is None else stream)
 
-    def enter(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def enter(self, x: Tensor) -> tuple[Tensor, Tensor, Any]:
         """Normalise x [s, b, h]: the body's input, the norm's input, and the residual that the output is added to."""
         norm = self.parts.get(self.norm_name)
         if norm is None:
@@ -122,11 +122,11 @@ class ResidualBranch:
             output = output if scale == 1.0 else output * scale
         return output, bias
 
-    def leave(self, output: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    def leave(self, output: Tensor, bias: Tensor | None, residual: Any) -> Tensor:
         """The residual stream behind the branch, [s, b, h]."""
         return self.sum(*self.finish(output, bias), residual)
 
-    def sum(self, output: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    def sum(self, output: Tensor, bias: Tensor | None, residual: Any) -> Tensor:
         """Add a finished output, [s, b, h], and its bias to the residual stream."""
         training = self.parts[self.name].training
         return self.bias_dropout_add(output, bias, residual, self.config.hidden_dropout, training)

@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.offloaded_activations import offload
 from megatron.core.tensor_parallel.random import checkpoint, model_parallel_stream
 from megatron.core.transformer.execution.cuda_graphs import Passes
 from megatron.core.transformer.execution.execution import Execution
+from megatron.core.transformer.hyper_connections import contract, declare_end, expand
 from megatron.core.transformer.layer_inputs import LayerInputs, StageInputs, read_stage_inputs
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.norms import build_norm
@@ -77,6 +78,7 @@ class TransformerBlock(MegatronModule):
         ends_decoder = post_process if config.mtp_num_layers is None else content.ends_decoder
         has_norm = post_layer_norm and ends_decoder and build_final_norm is not None
         self._assemble(layers, specs, groups, build_final_norm if has_norm else None)
+        self._build_ends(begins=content.has_embedding, ends=ends_decoder)
 
     def _assemble(
         self, layers: Sequence[LayerPlan], specs: Sequence[Any], groups: ProcessGroupCollection, build_final_norm: Any
@@ -102,6 +104,13 @@ class TransformerBlock(MegatronModule):
         norm = None if build_final_norm is None else build_module(build_final_norm, config, config.hidden_size)
         setattr(self, self.final_norm_name, norm)
         self.passes: Passes | None = None
+
+    def _build_ends(self, *, begins: bool, ends: bool) -> None:
+        """Build what is before the decoder's first layer and behind its last one, if they are here."""
+        self.begins, self.ends = begins, ends
+        self.end_names = tuple(end := declare_end(self.config) if ends else {})
+        for name, parameter in end.items():
+            self.register_parameter(name, parameter)
 
     def set_input_tensor(self, input_tensor: Tensor) -> None:
         """Hand over what the stage before has sent, [s, b, h], for a block without pre_process."""
@@ -141,6 +150,8 @@ class TransformerBlock(MegatronModule):
             shared = read_stage_inputs(interleaved=self.config.rotates_neighbours, **named)
         else:
             shared = StageInputs(*inputs, **named)
+        if self.begins:
+            hidden_states = expand(hidden_states, self.config)
         # Angles are computed once for each step and shared by all layers, instead of in each layer.
         constants = (shared.attention_mask, shared.rotation, shared.local_rotation, shared.unrotated)
         caches = shared.inference_context is not None
@@ -170,6 +181,8 @@ class TransformerBlock(MegatronModule):
                     hidden_states = checkpoint(
                         unit, self.execution.divides_unit_inputs, hidden_states, tp_group=self.tp_group
                     )
+        if self.ends:
+            hidden_states = contract(hidden_states, self.config, [getattr(self, name) for name in self.end_names])
         norm = getattr(self, self.final_norm_name)
         return hidden_states if norm is None else norm(hidden_states)
 

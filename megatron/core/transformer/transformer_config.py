@@ -15,6 +15,7 @@ from megatron.core.plan.patterns import pattern_problems
 from megatron.core.plan.read import block_problems, letter_problems, read_plan
 from megatron.core.transformer.config_fields.attention import AttentionFields
 from megatron.core.transformer.config_fields.cuda_graphs import CudaGraphFields
+from megatron.core.transformer.config_fields.hyper_connections import HyperConnectionFields
 from megatron.core.transformer.config_fields.initialization import InitializationFields
 from megatron.core.transformer.config_fields.latent_attention import LatentAttentionFields
 from megatron.core.transformer.config_fields.moe import MoEFields
@@ -29,6 +30,7 @@ from megatron.core.transformer.config_fields.state_mixers import StateMixerField
 
 @dataclass(kw_only=True)
 class TransformerConfig(
+    HyperConnectionFields,
     SparseAttentionFields,
     CudaGraphFields,
     PipelineFields,

@@ -4,6 +4,7 @@
     pre-norm                x = x + attention(norm(x));               x = x + mlp(norm(x))
     norm_placement output   x = x + norm(attention(x));               x = x + norm(mlp(x))
     norm_placement both     x = x + norm(attention(norm(x)));         x = x + norm(mlp(norm(x)))
+    hyper-connections       several streams in place of x (hyper_connections.py)
     parallel_residual       x = x + attention(norm(x)) + mlp(norm'(x)), with one norm where they share it
 
 with dropout on what is added. Sources: Xiong et al., 2020 (pre-norm); OLMo 2, 2025, section 3.3 (output); Ding et al.,
@@ -29,6 +30,7 @@ from megatron.core.taken_arguments import take_arguments
 from megatron.core.transformer.compiled_regions import Compile
 from megatron.core.transformer.execution.branch_runner import Runner
 from megatron.core.transformer.execution.execution import Execution
+from megatron.core.transformer.hyper_connections import HyperConnectedBranch, choose_connection, name_connection
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.layer_submodules import TransformerLayerSubmodules, builds, is_there
 from megatron.core.transformer.mlp import MLP
@@ -51,7 +53,8 @@ _NORMS = {
 
 
 class TransformerLayer(MegatronModule):
-    """Attention and MLP with their norms, each added to the residual stream: [s, b, h] -> [s, b, h]."""
+    """Attention and MLP with their norms, each added to the residual stream: [s, b, h] -> [s, b, h], with n streams
+    [s, b, n h]."""
 
     self_attention: Any
     mlp: Any
@@ -135,6 +138,10 @@ class TransformerLayer(MegatronModule):
             )
         if spec is None or not is_there(spec):
             return None
+        branch_type = ResidualBranch
+        if self.config.num_streams is not None:
+            setattr(self, name_connection(kind.attribute), choose_connection(self.config)(self.config))
+            branch_type = HyperConnectedBranch
         before, after = _NORMS[kind.attribute]
         where = branch.options.norm
         setattr(self, before, self._norm(getattr(submodules, before), where in ("input", "both")))
@@ -148,7 +155,7 @@ class TransformerLayer(MegatronModule):
         module = build_module(spec, config=config, pg_collection=groups, **number)
         setattr(self, kind.attribute, module)
         setattr(self, after, self._norm(getattr(submodules, after), where in ("output", "both")))
-        return ResidualBranch(
+        return branch_type(
             self.config, self._modules, policy, (before, kind.attribute, after), branch.options.multiplier
         )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from megatron.core.errors import ConfigError
 from megatron.core.extensions.transformer_engine import (
     TEColumnParallelLinear,
@@ -14,12 +16,13 @@ from megatron.core.extensions.transformer_engine import (
     TENorm,
     TERowParallelLinear,
 )
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_sparse_attention_spec
 from megatron.core.taken_arguments import take_arguments
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.config_fields.positions import compute_yarn_magnitude
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
 from megatron.core.transformer.norms import build_norm
+from megatron.core.transformer.sparse_attention import build_hadamard
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -116,6 +119,19 @@ def get_gpt_modelopt_spec(
 
         spec.submodules.self_attention.params["attn_mask_type"] = AttnMaskType.arbitrary
     return spec
+
+
+def get_dsa_module_spec_for_backend(config: TransformerConfig, backend: Any = None) -> ModuleSpec:
+    """The spec of latent attention to keys that an indexer chooses. backend: changes nothing."""
+    return get_sparse_attention_spec()
+
+
+def rotate_activation(x: Tensor) -> Tensor:
+    """x [..., d] times the orthogonal Hadamard matrix of its last dimension. Raises ConfigError where d is no power of
+    two."""
+    if (width := x.shape[-1]) & (width - 1):
+        raise ConfigError(f"rotate_activation() got {width} channels, and there is no such matrix; use a power of two")
+    return x @ build_hadamard(x)
 
 
 def _yarn_get_concentration_factor_from_config(config: Any) -> float:

@@ -58,6 +58,7 @@ models.backends @specs LocalSpecProvider
 models.common.embeddings .transformer.config_fields.positions _yarn_get_mscale=compute_yarn_magnitude
 models.common.embeddings.yarn_rotary_pos_embedding @specs _yarn_get_concentration_factor_from_config
 models.common.language_module.language_module .models.common.language_module LanguageModule
+models.gpt.experimental_attention_variant_module_specs @specs get_dsa_module_spec_for_backend
 models.gpt.moe_module_specs .transformer.mlp MLPSubmodules
 models.gpt.moe_module_specs .models.gpt.gpt_layer_specs get_moe_module_spec
 models.mamba .models.hybrid.hybrid_model MambaModel
@@ -91,6 +92,7 @@ tokenizers.text @tokenizers MegatronTokenizerText
 tokenizers.utils.build_tokenizer @tokenizers build_tokenizer vocab_size_with_padding
 transformer @configs MLATransformerConfig
 transformer.dot_product_attention .transformer.core_attention.dot_product_attention DotProductAttention
+transformer.experimental_attention_variant.dsa @specs rotate_activation
 transformer.mlp @sharded apply_swiglu_sharded_factory
 transformer.moe.moe_utils @layers topk_routing_with_score_function
 transformer.moe.moe_utils @experts RouterGatingLinearFunction apply_random_logits apply_router_token_dropping

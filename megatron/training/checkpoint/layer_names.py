@@ -73,7 +73,7 @@ def find_renaming(run: Run, changes: Sequence[Change], source: object) -> Rename
         if found is None:
             return name.replace(f"decoder.{ours}.", f"decoder.{theirs}.")
         number, rest = int(found["number"]), found["rest"]
-        part = "mlp" if rest.startswith(("mlp.", "pre_mlp_layernorm.", "post_mlp_layernorm.")) else "attention"
+        part = "mlp" if rest.startswith(("mlp.", "mlp_hyper_connection.", "pre_mlp_layernorm.", "post_mlp_layernorm.")) else "attention"
         key = number if is_hybrid else (number, part)
         place: Any = numbers.get(key)  # type: ignore[arg-type]
         if place is None:

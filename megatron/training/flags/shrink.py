@@ -125,6 +125,8 @@ def _shrink_model(values: Mapping[str, Any], given: set[str], layout: Mapping[st
         layers = max(layers, 4)
     if values["linear_attention_freq"] is not None:
         layers = max(layers, 2 * chunks)
+    if values["dsa_indexer_topk_freq"] > 1:  # each stage has a layer that chooses, and one that takes its choice
+        layers = max(layers, 2 * chunks)
     letters = _shrink_letters(values["hybrid_layer_pattern"], chunks)
     sizes: dict[str, Any] = letters | {
         "num_layers": layers, "hidden_size": 16 * _HEADS, "num_attention_heads": _HEADS, "seq_length": _LENGTH,
@@ -142,10 +144,13 @@ def _shrink_model(values: Mapping[str, Any], given: set[str], layout: Mapping[st
                   "linear_value_head_dim": 16}  # fmt: skip
     small = {
         "ffn_hidden_size": 128, "kv_channels": 16, "window_size": (15, 0), "attention_chunk_size": 16,
+        "dsa_indexer_n_heads": 4, "dsa_indexer_head_dim": 16, "dsa_indexer_topk": 8,
         "attn_temperature_floor": 8, "mup_base_hidden_size": 32,
         "q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16,
     }  # fmt: skip
     sizes |= {name: value for name, value in small.items() if name in given and values[name] is not None}
+    if values["dsa_indexer_topk_freq"] > 1:
+        sizes |= {"dsa_indexer_topk_freq": 2, "dsa_indexer_skip_topk_offset": 0}
     if values["num_query_groups"] and values["num_query_groups"] < values["num_attention_heads"]:
         groups = 1 if values["num_query_groups"] == 1 else 2
         sizes |= {"num_query_groups": groups, "group_query_attention": True}

@@ -90,10 +90,10 @@ class HybridStack(TransformerBlock):
         plan = read_plan(config)
         if is_mtp_layer:
             layers = next(depth for depth in plan.list_depths() if depth[0].number == layer_number)
-            ends_decoder = False
+            begins = ends_decoder = False
         else:
             content = find_content_of_stage(config, groups.pp, vp_stage)
-            layers = plan.decoder[content.layers.start : content.layers.stop]
+            layers, begins = plan.decoder[content.layers.start : content.layers.stop], content.has_embedding
             ends_decoder = post_process if config.mtp_num_layers is None else content.ends_decoder
         if layer_type_list is not None:
             self._check_letters(layers, layer_type_list, pp_layer_offset)
@@ -110,6 +110,7 @@ class HybridStack(TransformerBlock):
 
         has_norm = post_layer_norm and ends_decoder
         self._assemble(layers, list(map(find_spec, layers)), groups, build_norm if has_norm else None)
+        self._build_ends(begins=begins, ends=ends_decoder)
         self.is_mtp_layer = is_mtp_layer
         if is_mtp_layer:
             self.first_layer, self.offloader = 0, None

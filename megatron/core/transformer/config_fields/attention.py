@@ -118,7 +118,7 @@ class AttentionFields(ArchitectureFields):
     """Each head's output is multiplied by the sigmoid of a further projection of the layer's input (Qwen3-Next)."""
     cp_comm_type: list[str] = flag(default_factory=lambda: ["p2p"], metavar="TYPE", kind="layout")
     """Exchange of attention's inputs among ranks that share a sequence (--context-parallel-size), for all layers or one
-    word for each: p2p passes keys and values round a ring; all_gather gathers them; a2a exchanges tokens for heads;
+    word for each: p2p passes keys and values round a ring; all_gather (or allgather) gathers them; a2a exchanges tokens for heads;
     a2a+p2p does so among neighbours and passes keys and values round a ring beyond them."""
     qk_clip: bool = flag(False, kind="numerics")
     """After each update, scale the weights of queries and keys of heads whose largest score was above
@@ -145,6 +145,8 @@ class AttentionFields(ArchitectureFields):
             self.window_size = tuple(self.window_size)
         if isinstance(self.cp_comm_type, str):
             self.cp_comm_type = [self.cp_comm_type]
+        if isinstance(self.cp_comm_type, list):  # upstream's word for sparse attention
+            self.cp_comm_type = ["all_gather" if word == "allgather" else word for word in self.cp_comm_type]
 
     def derive(self) -> None:
         super().derive()

@@ -36,11 +36,20 @@ def documents(checkpoint: Path, name: str) -> dict:
     return json.loads((checkpoint / f"{name}.json").read_text())
 
 
+_CHOSEN = """--multi-latent-attention --position-embedding-type rope --kv-lora-rank 8 --qk-head-dim 6 --v-head-dim 5
+    --qk-pos-emb-head-dim 4 --disable-bias-linear --normalization RMSNorm --experimental-attention-variant dsa
+    --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 8 --dsa-indexer-topk 5 --dsa-indexer-loss-coeff 0.5
+    --attention-dropout 0"""
+
+
 @pytest.mark.flags("--save", "--save-interval", "--load")
-def test_resumed_run_is_bit_identical_with_dropout(tmp_path: Path) -> None:
-    whole = train_tiny("--metrics-dir", tmp_path / "whole")
-    train_tiny(*saving(tmp_path / "ckpt"), "--exit-interval", "3", "--metrics-dir", tmp_path / "parts")
-    resumed = train_tiny(*saving(tmp_path / "ckpt"), "--load", tmp_path / "ckpt", "--metrics-dir", tmp_path / "parts")
+@pytest.mark.parametrize("model", ["", "--enable-hyper-connections", "--enable-mhc-connections --bf16", _CHOSEN])
+def test_resumed_run_is_bit_identical_with_dropout(tmp_path: Path, model: str) -> None:
+    flags = model.split()
+    whole = train_tiny(*flags, "--metrics-dir", tmp_path / "whole")
+    parts = (*flags, *saving(tmp_path / "ckpt"), "--metrics-dir", tmp_path / "parts")
+    train_tiny(*parts, "--exit-interval", "3")
+    resumed = train_tiny(*parts, "--load", tmp_path / "ckpt")
     assert differing(whole, resumed) == []
     assert whole.progress == resumed.progress
     assert whole.optimizer.step_count == resumed.optimizer.step_count
