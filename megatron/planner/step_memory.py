@@ -386,7 +386,19 @@ def _count_gradients(model: TransformerConfig, branch: Branch, rows: Sequence[Ke
         first = next(row.bytes for row in rows if row.name in ("packed queries, keys, values", "the first product"))
         freed = sum(row.bytes for row in rows if row.place not in ("attn_norm", "mlp_norm", "qkv_linear", "mlp_fc1"))
         most = max(most, at_ends + first - freed + of_first)
-    return most
+    return most if model.num_streams is None else _add_gradients_of_streams(model, rows, tokens, most)
+
+
+def _add_gradients_of_streams(
+    model: TransformerConfig, rows: Sequence[Kept], tokens: Tokens, of_branch: float
+) -> float:
+    """The same where a branch mixes residual streams, whose gradient waits until the branch's is there; then there are
+    two of them, and one under way, with the streams, in the format of what they are multiplied with."""
+    elements = tokens.own * model.stream_width
+    width, wide = count_bytes(model), 4 if model.enable_hyper_connections else count_bytes(model)
+    under_way = wide * (2 if wide > width else 1)
+    freed = sum(row.bytes for row in rows if row.name != "the residual streams")
+    return max(of_branch + elements * width, elements * (2 * width + under_way) - freed)
 
 
 def _walk(program: Program, chunks: Sequence[_ChunkMemory], *, overlaps: bool) -> float:

@@ -44,7 +44,8 @@ SPARSE = """--num-layers 78 --hidden-size 6144 --ffn-hidden-size 12288 --num-att
     --qk-pos-emb-head-dim 64 --v-head-dim 256 --qk-layernorm --experimental-attention-variant dsa
     --dsa-indexer-n-heads 32 --dsa-indexer-head-dim 128 --dsa-indexer-topk 2048 --dsa-indexer-topk-freq 4
     --dsa-indexer-skip-topk-offset 2 --dsa-indexer-loss-coeff 0.01 --dsa-indexer-use-sparse-loss
-    --dsa-indexer-rope-interleaved --dsa-indexer-k-norm-epsilon 1e-6 --position-embedding-type rope --rotary-base 1000000
+    --dsa-indexer-rope-interleaved --dsa-indexer-k-norm-epsilon 1e-6 --position-embedding-type rope
+    --rotary-base 1000000
     --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights --micro-batch-size 1
     --global-batch-size 64 --lr 1e-3 --train-iters 10 --mock-data --tokenizer-type NullTokenizer --vocab-size 154880
     --tensor-model-parallel-size 4 --sequence-parallel --context-parallel-size 2 --cp-comm-type allgather"""

@@ -135,10 +135,11 @@ def keep_input(config: Config, branch: Branch, tokens: Tokens, norm: str, produc
     stream = tokens.own * config.hidden_size * 4 if config.fp32_residual_connection else hidden
     if config.num_streams is not None:
         yield Kept("the residual streams", stream * config.num_streams)
-        width = count_bytes(config)
         yield Kept("the branch's output", stream)
-        rows, streams = count_mapped_rows(config), config.num_streams
-        yield Kept("products and weights of the streams", tokens.own * (4 * (rows + 1) + width * streams * (streams + 1)))
+        rows, streams, width = count_mapped_rows(config), config.num_streams, count_bytes(config)
+        yield Kept(
+            "products and weights of the streams", tokens.own * (4 * (rows + 1) + width * streams * (streams + 1))
+        )
     if branch.options.norm != "shared":
         yield Kept("the branch's input", stream, place=norm)
         yield Kept("its norm's output", hidden * share_of_rounded(config, branch), "layernorm", product, is_factor=True)

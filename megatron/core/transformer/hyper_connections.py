@@ -28,7 +28,6 @@ those of its own tokens.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -77,9 +76,7 @@ class HyperConnection(MegatronModule):
         self.mapping_proj.weight = _declare(config, self.dtype, (rows, config.stream_width), xavier_uniform)
         # Three parameters, as they are in upstream's checkpoints.
         factor = _fill_with(config.mhc_init_gating_factor)
-        self.alpha_pre, self.alpha_post, self.alpha_res = (
-            _declare(config, self.dtype, (1,), factor) for _ in range(3)
-        )
+        self.alpha_pre, self.alpha_post, self.alpha_res = (_declare(config, self.dtype, (1,), factor) for _ in range(3))
         self.bias = _declare(config, self.dtype, (rows,), zeros)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Streams]:
@@ -280,9 +277,7 @@ def _fill_with(value: float) -> Initialiser:
     return fill
 
 
-def _declare(
-    config: TransformerConfig, dtype: torch.dtype, shape: tuple[int, ...], init: Initialiser
-) -> nn.Parameter:
+def _declare(config: TransformerConfig, dtype: torch.dtype, shape: tuple[int, ...], init: Initialiser) -> nn.Parameter:
     # With sequence parallelism each rank mixes its own tokens only.
     partial = ("tp",) if config.sequence_parallel else ()
     return declare_parameter(shape, init=init, dtype=dtype, partial_grad_axes=partial)

@@ -33,6 +33,7 @@ from megatron.training.checkpoint.save_directories import say_once
 from megatron.training.run import Run
 
 _LAYER = re.compile(r"(?P<start>(?:.*\.)?decoder)\.layers\.(?P<number>\d+)\.(?P<rest>.+)")
+_OF_MLP = ("mlp.", "mlp_hyper_connection.", "pre_mlp_layernorm.", "post_mlp_layernorm.")
 _FINAL_NORMS = {True: ("final_norm", "final_layernorm"), False: ("final_layernorm", "final_norm")}
 
 
@@ -73,7 +74,7 @@ def find_renaming(run: Run, changes: Sequence[Change], source: object) -> Rename
         if found is None:
             return name.replace(f"decoder.{ours}.", f"decoder.{theirs}.")
         number, rest = int(found["number"]), found["rest"]
-        part = "mlp" if rest.startswith(("mlp.", "mlp_hyper_connection.", "pre_mlp_layernorm.", "post_mlp_layernorm.")) else "attention"
+        part = "mlp" if rest.startswith(_OF_MLP) else "attention"
         key = number if is_hybrid else (number, part)
         place: Any = numbers.get(key)  # type: ignore[arg-type]
         if place is None:

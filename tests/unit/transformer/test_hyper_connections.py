@@ -51,9 +51,7 @@ def build(flags: str) -> GPTModel:
 
 def by_formula(layer: Any, branch: str, x: Tensor, is_mean: bool, function: Any) -> Tensor:
     """Streams x [t, n, h] behind a branch with this function [t, h] -> [t, h]."""
-    w = dict(layer.named_parameters(prefix="", recurse=True))
-    own = {key.removeprefix(f"{branch}_hyper_connection."): p for key, p in w.items()
-           if key.startswith(f"{branch}_hyper_connection.")}  # fmt: skip
+    own = dict(getattr(layer, f"{branch}_hyper_connection").named_parameters())
     count, tiny = x.shape[1], 1e-6
     f = x.flatten(1)
     mean = f.square().mean(1, keepdim=True)
@@ -84,10 +82,10 @@ def losses_by_formula(model: GPTModel, is_mean: bool) -> Tensor:
     x = model.embedding(ids, positions)
     shape, streams = x.shape, x.flatten(0, 1).unsqueeze(1).expand(-1, 3, -1)
     for layer in model.decoder.layers:
-        for branch, norm in (("self_attention", layer.input_layernorm), ("mlp", layer.pre_mlp_layernorm)):
+        for branch, norm in (("self_attention", "input_layernorm"), ("mlp", "pre_mlp_layernorm")):
 
-            def run(u: Tensor, part: Any = getattr(layer, branch), norm: Any = norm) -> Tensor:
-                output, bias = part(norm(u.view(shape)))
+            def run(u: Tensor, layer: Any = layer, branch: str = branch, norm: str = norm) -> Tensor:
+                output, bias = getattr(layer, branch)(getattr(layer, norm)(u.view(shape)))
                 return (output + (0 if bias is None else bias)).flatten(0, 1)
 
             streams = by_formula(layer, branch, streams, is_mean, run)

@@ -118,8 +118,8 @@ class AttentionFields(ArchitectureFields):
     """Each head's output is multiplied by the sigmoid of a further projection of the layer's input (Qwen3-Next)."""
     cp_comm_type: list[str] = flag(default_factory=lambda: ["p2p"], metavar="TYPE", kind="layout")
     """Exchange of attention's inputs among ranks that share a sequence (--context-parallel-size), for all layers or one
-    word for each: p2p passes keys and values round a ring; all_gather (or allgather) gathers them; a2a exchanges tokens for heads;
-    a2a+p2p does so among neighbours and passes keys and values round a ring beyond them."""
+    word for each: p2p passes keys and values round a ring; all_gather, or allgather, gathers them; a2a exchanges tokens
+    for heads; a2a+p2p does so among neighbours and passes keys and values round a ring beyond them."""
     qk_clip: bool = flag(False, kind="numerics")
     """After each update, scale the weights of queries and keys of heads whose largest score was above
     --qk-clip-threshold (MuonClip, Kimi Team, 2025)."""
