@@ -128,7 +128,7 @@ BASES = ("", f"{_EFFECTIVE} rope --use-rope-scaling",
          "--num-layers 2 --multi-latent-attention --position-embedding-type rope --disable-bias-linear "
          "--qk-head-dim 8 --v-head-dim 8 --qk-pos-emb-head-dim 8 --experimental-attention-variant dsa "
          "--dsa-indexer-n-heads 2 --dsa-indexer-head-dim 16 --dsa-indexer-topk 8 "
-         "--dsa-indexer-topk-freq 2")  # fmt: skip
+         "--dsa-indexer-topk-freq 2", "--enable-hyper-connections", "--enable-mhc-connections")  # fmt: skip
 
 
 @functools.cache
