@@ -56,7 +56,7 @@ def test_sparse_attention_as_upstream_starts_it() -> None:
     words, _ = shrink(SPARSE.split(), {"WORLD_SIZE": "8"}, most_processes=1)
     model = read_run_config(words, {}).model
     assert model.dsa_indexer_topk is not None and model.dsa_indexer_topk < 64 / 2 and model.dsa_indexer_topk_freq == 2
-    done = check(*words, "--iterations", "2", "--layouts", "tp2,sp", "cp2,--cp-comm-type=allgather", "pp2", start=())
+    done = check(*words, "--iterations", "2", "--layouts", "tp2,sp", "cp2,--cp-comm-type=allgather", "dp2", start=())
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("(2 processes): the same run") == 3
 
