@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 from collections.abc import Sequence
@@ -24,12 +25,15 @@ from tests.parallel.test_checkpoints import world
 from tests.programs import Program
 
 LOCAL = "--non-persistent-save-interval 1 --non-persistent-ckpt-type local --non-persistent-local-ckpt-dir fast".split()
+IN_MEMORY = "--non-persistent-save-interval 1 --non-persistent-ckpt-type in_memory".split()
 
 
-def train(job: Path, crash_point: str = "", more: Sequence[str] = ()) -> tuple[list[int | None], str, str]:
+def train(
+    job: Path, crash_point: str = "", more: Sequence[str] = (), kind: Sequence[str] = LOCAL
+) -> tuple[list[int | None], str, str]:
     """A run of two ranks, each of which has a working directory, and with it `fast`, of its own: exit codes, output of
     the first, errors of both."""
-    flags = [*TINY, *"--train-iters 6 --bf16 --use-distributed-optimizer --save-interval 3".split(), *LOCAL, *more]
+    flags = [*TINY, *"--train-iters 6 --bf16 --use-distributed-optimizer --save-interval 3".split(), *kind, *more]
     flags += ["--save", job / "save", "--load", job / "save"]
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
     common |= {"MEGATRON_CRASH_POINT": crash_point} if crash_point else {}
@@ -106,6 +110,26 @@ def test_a_run_whose_node_was_lost_goes_on_from_the_copies(whole: dict[str, torc
     resumed = read_tensors(job / "save", 6)
     assert [key for key in whole if not torch.equal(whole[key], resumed[key])] == []
     assert len(list(job.glob("node?/fast/*/rank_*/copy_of_rank_*/iter_0000005"))) == 2, "there are copies again"
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
+@pytest.mark.flags("--non-persistent-ckpt-type")
+def test_checkpoints_in_memory_outlive_the_processes_and_not_the_run(
+    whole: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    job = tmp_path / "job"
+    memory = find_local_directory(CheckpointConfig(non_persistent_ckpt_type="in_memory"), str(job / "save"))
+    try:
+        assert train(job, "renamed:1:4", kind=IN_MEMORY)[0][1] == -signal.SIGKILL
+        assert len(list(memory.glob("rank_*/iter_*"))) >= 2
+        codes, output, errors = train(job, kind=IN_MEMORY)
+        assert codes == [0, 0], errors
+        assert re.search(f"resuming from {memory}/rank_00000/iter_000000[45], after (16|20) samples", output), output
+        assert list(memory.glob("rank_*/iter_*")) == []
+    finally:
+        shutil.rmtree(memory, ignore_errors=True)
+    resumed = read_tensors(job / "save", 6)
+    assert [key for key in whole if not torch.equal(whole[key], resumed[key])] == []
 
 
 # ---- the parts themselves

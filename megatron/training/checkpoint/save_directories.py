@@ -42,15 +42,15 @@ def find_global_directory(settings: CheckpointConfig, root: str) -> Path:
 def find_local_directory(settings: CheckpointConfig, root: str) -> Path:
     """Return where those lie that each rank has on its node, for --save or --load `root`; one for each --save, because
     runs share a node's disk."""
-    assert settings.non_persistent_local_ckpt_dir is not None
+    assert settings.local_ckpt_dir is not None
     real = os.path.realpath(root)
     name = f"{os.path.basename(real)}-{zlib.crc32(os.fsencode(real)):08x}"
-    return Path(settings.non_persistent_local_ckpt_dir) / name
+    return Path(settings.local_ckpt_dir) / name
 
 
 def list_non_persistent_directories(settings: CheckpointConfig, root: str) -> set[Path]:
     """Return where such checkpoints of --load `root` may lie."""
-    is_local = settings.non_persistent_local_ckpt_dir is not None
+    is_local = settings.local_ckpt_dir is not None
     return {find_global_directory(settings, root), *([find_local_directory(settings, root)] if is_local else [])}
 
 
@@ -89,7 +89,8 @@ def prepare_save(settings: CheckpointConfig, world: Group) -> list[DirectoryLock
 
     def prepare_local() -> list[str]:
         own = find_rank_directory(find_local_directory(settings, str(root)), world.rank())
-        flag = "--non-persistent-local-ckpt-dir"
+        given = settings.non_persistent_local_ckpt_dir
+        flag = "--non-persistent-ckpt-type in_memory" if given is None else "--non-persistent-local-ckpt-dir"
         # Only what lies below the directory that was named is ours to make.
         for directory in (own.parent.parent, own.parent):
             make_save_directory(directory, flag)

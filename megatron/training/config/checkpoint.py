@@ -27,7 +27,8 @@ _ASYNC = Needs("--async-save", lambda run: run.async_save)
 _WORKER = Needs("--async-save and --use-persistent-ckpt-worker", lambda run: run.use_persistent_ckpt_worker)
 
 
-_LOCAL = Needs("--non-persistent-ckpt-type local", lambda run: run.non_persistent_ckpt_type == "local")
+_ON_NODES = ("local", "in_memory")
+_LOCAL = Needs("--non-persistent-ckpt-type local or in_memory", lambda run: run.non_persistent_ckpt_type in _ON_NODES)
 _COPIES = Needs("--replication", lambda run: run.replication)
 
 HF_PREFIX = "hf:"
@@ -91,18 +92,19 @@ class CheckpointConfig(CheckedConfig):
     due, the latter alone is saved."""
     non_persistent_ckpt_type: str | None = flag(
         None,
-        choices=("global", "local", "in_memory"),
-        unsupported_choices=("in_memory",),
+        choices=("global", *_ON_NODES),
         needs=Needs("--non-persistent-save-interval", lambda run: run.non_persistent_save_interval is not None),
     )
     """global: they are checkpoints like the others, in a directory that all ranks share. local: each rank writes what
     it holds into a directory of its own node, also with --async-save while training waits; only the same layout
-    continues from there."""
+    continues from there. in_memory: the same in the node's memory (/dev/shm), which outlives the processes, but not the
+    machine; the memory is free again when the run has ended in order."""
     non_persistent_global_ckpt_dir: PathText | None = None
     """The directory of `global`, for saving and for loading; `non_persistent` in --save, and in --load, when not
     given."""
     non_persistent_local_ckpt_dir: PathText | None = None
-    """The directory of `local` on each node, for saving and for loading."""
+    """The directory of `local` on each node, for saving and for loading; that of `in_memory` when not given is in
+    /dev/shm."""
     non_persistent_local_ckpt_algo: str = flag(
         "fully_parallel",
         choices=("fully_parallel", "atomic"),
@@ -244,13 +246,21 @@ class CheckpointConfig(CheckedConfig):
     @property
     def saves_locally(self) -> bool:
         """True if those lie on the ranks' own nodes."""
-        return self.saves_non_persistent and self.non_persistent_ckpt_type == "local"
+        return self.saves_non_persistent and self.non_persistent_ckpt_type in _ON_NODES
+
+    @property
+    def local_ckpt_dir(self) -> str | None:
+        """The directory for those on each node; None where there are none."""
+        if self.non_persistent_local_ckpt_dir is None and self.non_persistent_ckpt_type == "in_memory":
+            # A file system in memory, which users share.
+            return f"/dev/shm/megatron-{os.getuid()}"
+        return self.non_persistent_local_ckpt_dir
 
     @property
     def loads_locally(self) -> bool:
         """True if to look for one on the ranks' own nodes: it continues a run with all of its state."""
         parts = (self.finetune, self.no_load_optim, self.no_load_rng, self.ckpt_step is not None)
-        return self.load is not None and self.non_persistent_local_ckpt_dir is not None and not any(parts)
+        return self.load is not None and self.local_ckpt_dir is not None and not any(parts)
 
     def loads_main_params(self, model: TransformerConfig) -> bool:
         """Return whether main parameters are loaded where the optimizer's state is not. The same on all ranks: what
@@ -267,8 +277,9 @@ class CheckpointConfig(CheckedConfig):
                 f"use {name_multiples(kept, interval)}"
             )
         if self.non_persistent_save_interval is not None and self.non_persistent_ckpt_type is None:
-            yield f"{self.say('non_persistent_save_interval')} needs --non-persistent-ckpt-type global or local"
-        if self.saves_locally and self.non_persistent_local_ckpt_dir is None:
+            kinds = "global, local or in_memory"
+            yield f"{self.say('non_persistent_save_interval')} needs --non-persistent-ckpt-type {kinds}"
+        if self.saves_locally and self.local_ckpt_dir is None:
             yield f"{self.say('non_persistent_ckpt_type')} needs --non-persistent-local-ckpt-dir"
         if self.saves_locally and self.replication and self.replication_jump is None:
             yield (

@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.directory import (
     set_aside,
     write_earlier,
 )
+from megatron.core.dist_checkpointing.local_checkpoints import find_rank_directory, remove_others
 from megatron.core.dist_checkpointing.writer_process import WriterProcess
 from megatron.core.errors import StorageError, report_error, say
 from megatron.training.checkpoint.save_and_load import save_checkpoint
@@ -181,11 +182,13 @@ class CheckpointHook(Hook):
     def on_train_end(self, run: Run) -> None:
         """Save the last iteration, unless it has been. Raises StorageError when that fails."""
         self._settle(run, self._await_together(run))
-        if self._persistent.saved_iteration == run.progress.iteration:
-            return
-        self._save(run, self._persistent)
-        if (outcome := self._await_together(run)) is not None:
-            self._note_saved(run, outcome.check(), outcome)
+        if self._persistent.saved_iteration != run.progress.iteration:
+            self._save(run, self._persistent)
+            if (outcome := self._await_together(run)) is not None:
+                self._note_saved(run, outcome.check(), outcome)
+        if self._non_persistent is not None and self.settings.non_persistent_ckpt_type == "in_memory":
+            # Nobody needs them any more, and they take memory.
+            remove_others(find_rank_directory(self._non_persistent.root, run.groups.world.rank()), ())
 
     def on_error(self, run: Run, error: Exception) -> None:
         """Save the last iteration that was completed, if the ranks that are left hold all of it and all of it is good;

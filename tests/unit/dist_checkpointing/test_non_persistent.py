@@ -164,7 +164,6 @@ def test_another_run_has_the_directory(tmp_path: Path, monkeypatch: pytest.Monke
     ("flags", "sentence"),
     [
         (["--non-persistent-save-interval", "1"], "needs --non-persistent-ckpt-type global"),
-        ([*OFTEN[:3], "in_memory"], "--non-persistent-ckpt-type in_memory is not supported; use global"),
         ([*OFTEN, "--non-persistent-global-ckpt-dir", "{save}/../save"], "is also --save; give it a directory"),
         ([*OFTEN, "--non-persistent-global-ckpt-dir", "{save}/a/b"], "cannot be made"),
         ([*LOCAL, "--replication"], "--replication needs --replication-jump, the distance between ranks"),
