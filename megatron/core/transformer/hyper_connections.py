@@ -196,7 +196,8 @@ def choose_connection(config: TransformerConfig) -> type[HyperConnection]:
 
 def expand(x: Tensor, config: TransformerConfig) -> Tensor:
     """The same in all streams: [s, b, h] -> [s, b, n h]."""
-    return x if config.num_streams is None else x.repeat(1, 1, config.num_streams)
+    assert config.num_streams is not None
+    return x.repeat(1, 1, config.num_streams)
 
 
 def declare_end(config: TransformerConfig) -> dict[str, nn.Parameter]:
@@ -213,8 +214,7 @@ def declare_end(config: TransformerConfig) -> dict[str, nn.Parameter]:
 
 def contract(x: Tensor, config: TransformerConfig, end: Sequence[Tensor]) -> Tensor:
     """Make one of all streams: [s, b, n h] -> [s, b, h]. end: the parameters of `declare_end`, in its order."""
-    if config.num_streams is None:
-        return x
+    assert config.num_streams is not None
     streams = x.unflatten(-1, (config.num_streams, -1))
     if not end:
         return streams.mean(-2)

@@ -106,9 +106,11 @@ class TransformerBlock(MegatronModule):
         self.passes: Passes | None = None
 
     def _build_ends(self, *, begins: bool, ends: bool) -> None:
-        """Build what is before the decoder's first layer and behind its last one, if they are here."""
-        self.begins, self.ends = begins, ends
-        self.end_names = tuple(end := declare_end(self.config) if ends else {})
+        """Build what makes several residual streams before the decoder's first layer, and one behind its last one, if
+        they are here."""
+        has_streams = self.config.num_streams is not None
+        self.expands, self.contracts = begins and has_streams, ends and has_streams
+        self.end_names = tuple(end := declare_end(self.config) if self.contracts else {})
         for name, parameter in end.items():
             self.register_parameter(name, parameter)
 
@@ -150,7 +152,7 @@ class TransformerBlock(MegatronModule):
             shared = read_stage_inputs(interleaved=self.config.rotates_neighbours, **named)
         else:
             shared = StageInputs(*inputs, **named)
-        if self.begins:
+        if self.expands:
             hidden_states = expand(hidden_states, self.config)
         # Angles are computed once for each step and shared by all layers, instead of in each layer.
         constants = (shared.attention_mask, shared.rotation, shared.local_rotation, shared.unrotated)
@@ -181,7 +183,7 @@ class TransformerBlock(MegatronModule):
                     hidden_states = checkpoint(
                         unit, self.execution.divides_unit_inputs, hidden_states, tp_group=self.tp_group
                     )
-        if self.ends:
+        if self.contracts:
             hidden_states = contract(hidden_states, self.config, [getattr(self, name) for name in self.end_names])
         norm = getattr(self, self.final_norm_name)
         return hidden_states if norm is None else norm(hidden_states)
