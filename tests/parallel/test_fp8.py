@@ -149,6 +149,24 @@ def test_every_recipe_stays_in_the_band_in_every_layout(recipe: str, layout: str
         assert found == pytest.approx(losses, rel=5e-3 if recipe == "nvfp4" else 1e-3)
 
 
+CHOSEN = """--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 16
+    --v-head-dim 16 --qk-layernorm --normalization RMSNorm --experimental-attention-variant dsa --num-layers 1 --bf16
+    --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 16 --dsa-indexer-topk 8 --dsa-indexer-loss-coeff 0.1"""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout"), [("tensorwise", "tp2,sp"), ("delayed", "cp2,--cp-comm-type=all_gather")], ids=str
+)
+def test_attention_to_chosen_keys_stays_in_the_band(recipe: str, layout: str) -> None:
+    """What chooses them stays in 16 bits; whoever attends to them multiplies in 8."""
+    flags = f"{CHOSEN} --fp8-recipe {recipe}"
+    losses, state = reference(flags)
+    for found, of_rank in on_all_ranks(flags, layout):
+        assert found == pytest.approx(losses, rel=1e-3)
+        assert not any("indexer" in name for name in of_rank)
+    assert recipe == "tensorwise" or any("linear_q_up_proj" in name for name in state)
+
+
 @pytest.mark.skipif(not ALL_LAYOUTS, reason="takes minutes; MEGATRON_ALL_LAYOUTS=1 runs it")
 @pytest.mark.parametrize("layout", ["tp2,sp", "dp2,dist-opt", "cp2", "dp2,ep2"])
 def test_fifty_steps_of_history_in_layouts(layout: str) -> None:
