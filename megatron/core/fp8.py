@@ -249,14 +249,17 @@ def _multiply_wide(a: Tensor, b: Tensor) -> Tensor:
         matmul.fp32_precision = before
 
 
-def multiply_natively(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
-    """The same by the device's own 8-bit product, which takes whole matrices with one scale and multiples of 16."""
+def multiply_natively(a: Operand, b: Operand, out_dtype: torch.dtype, *, sums_fast: bool = False) -> Tensor:
+    """The same by the device's own 8-bit product, which takes whole matrices with one scale and multiples of 16.
+    sums_fast: in the tensor cores' own sums, which have fewer bits than float32, from beginning to end."""
     assert a.block is None and b.block is None, f"blocks {a.block} and {b.block}"
     # Only what is summed may need padding: rows of a microbatch, or of an expert, in a weight gradient.
     missing = -a.values.shape[1] % 16
     left, right = (_pad_columns(operand.values, missing) for operand in (a, b))
     scaled_mm: Any = torch._scaled_mm
-    result: Tensor = scaled_mm(left, right.t(), scale_a=a.inverse, scale_b=b.inverse, out_dtype=out_dtype)
+    result: Tensor = scaled_mm(
+        left, right.t(), scale_a=a.inverse, scale_b=b.inverse, out_dtype=out_dtype, use_fast_accum=sums_fast
+    )
     return result
 
 

@@ -231,6 +231,13 @@ def test_kernels_of_a_layer(seen: Any, four: str, six: str, budget: int) -> None
     assert (more - fewer) / 2 / MICROBATCHES <= budget
 
 
+def test_kernels_that_fp8_adds_to_a_layer(seen: Any) -> None:
+    """Of four products: amax and cast of inputs and output gradients, transposes, sums of weight gradients."""
+    plain, rounded = (of_layout(seen, name)[0]["kernels"] for name in ("1", "fp8"))
+    assert (sum(rounded.values()) - sum(plain.values())) / 4 / MICROBATCHES <= 42
+    assert rounded["ones_like"] == plain["ones_like"], "what the cast writes needs no value before"
+
+
 def test_heads_of_latent_attention_are_joined_by_one_kernel(seen: Any) -> None:
     """In each of four layers, and again in backward, where they are computed again."""
     (rank,) = of_layout(seen, "latent heads recomputed")

@@ -79,7 +79,8 @@ def quantise_matrix(
     rows, columns = x.shape
     values = torch.empty_like(x, dtype=dtype)
     turned = torch.empty(columns, rows, dtype=dtype, device=x.device) if turns else None
-    inverse = torch.ones_like(amax)
+    # Of no elements no kernel is launched that would write it.
+    inverse = torch.empty_like(amax) if x.numel() else torch.ones_like(amax)
     launching.launch(
         cast_matrix, (triton.cdiv(rows, _TILE), triton.cdiv(columns, _TILE)), x, amax, values, turned, inverse,
         rows, columns, LARGEST=torch.finfo(dtype).max, MARGIN=2.0**margin, TILE=_TILE,

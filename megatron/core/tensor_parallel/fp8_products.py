@@ -253,15 +253,18 @@ class FP8Matmul(Product, HasScales):
             right = self.recipe.unpack(x).transposed
         operands = self._round_grad_again(grad), right
         if main_grad is None:
-            return self._multiply(*operands, weight.dtype)
-        main_grad.add_(self._multiply(*operands, torch.float32))
+            return self._multiply(*operands, weight.dtype, sums_fast=False)
+        main_grad.add_(self._multiply(*operands, torch.float32, sums_fast=False))
         return None
 
     # ---- operands
 
-    def _multiply(self, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    def _multiply(
+        self, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None, *, sums_fast: bool = True
+    ) -> Tensor:
         if self.recipe.is_native:
-            product = multiply_natively(a, b, dtype)
+            # Weight gradients are sums over all tokens, into float32 or rounded once at their end.
+            product = multiply_natively(a, b, dtype, sums_fast=sums_fast)
             return product if bias is None else product.add_(bias)
         product = multiply_emulated(a, b)
         return (product if bias is None else product.add_(bias)).to(dtype)

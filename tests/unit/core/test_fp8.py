@@ -196,6 +196,25 @@ def test_the_device_multiplies_what_emulation_multiplies(
     torch.testing.assert_close(multiply_natively(a, turned, torch.float32), multiply_emulated(a, turned))
 
 
+@pytest.mark.usefixtures("native_products")
+def test_weight_gradients_alone_are_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward products and input gradients are sums of a layer's width; tensor cores do those faster by themselves."""
+    multiply, asked = torch._scaled_mm, []
+
+    def ask(*operands: Any, use_fast_accum: bool, **options: Any) -> Any:
+        asked.append(use_fast_accum)
+        return multiply(*operands, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", ask)
+    product = FP8Matmul(recipe("tensorwise", is_native=True))
+    x, weight, grad = torch.randn(32, 16), torch.randn(48, 16), torch.randn(32, 48)
+    product.forward(x, weight)
+    product.input_grad(grad, weight)
+    product.weight_grad(grad, x, weight, torch.zeros(48, 16))
+    product.weight_grad(grad, x, weight, None)
+    assert asked == [True, True, False, False]
+
+
 def test_the_precision_of_products_is_left_as_it_was() -> None:
     matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before, (a, b) = matmul.fp32_precision, (rounded(torch.randn(32, 32), E4M3) for _ in range(2))
