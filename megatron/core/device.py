@@ -241,10 +241,11 @@ def activate_flash_attention(version: int) -> None:
     Raises ConfigError where that package is missing or does not fit.
     """
     if version == 2:
+        # Releases without it have no other version.
+        getattr(torch.nn.attention, "restore_flash_attention_impl", lambda **options: None)(_raise_warn=False)
         return
     try:
         torch.nn.attention.activate_flash_attention_impl(f"FA{version}")
-    # Older releases of torch have no such function.
     except (AttributeError, ImportError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"--flash-attention-version {version} cannot be used here ({error}); install the package that brings it, "

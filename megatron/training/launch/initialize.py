@@ -35,6 +35,7 @@ from megatron.core.plan.stages import build_virtual_stages, find_embedding_use
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.fused_collectives import is_new_enough
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.core_attention.flash_versions import choose_flash_version
 from megatron.training.config.container import RunConfig
 from megatron.training.config.distributed import DistributedInitConfig
 from megatron.training.config.gpu_needs import replace_gpu_settings
@@ -133,6 +134,9 @@ def initialize(config: RunConfig, seat: Seat | None = None) -> Process:
         made = connect_groups(groups, config, device)
     if made is not None:
         notes.append(made)
+    chosen = choose_flash_version(config.model, config.data.seq_length or 1, device, groups)
+    if chosen is not None:
+        notes.append(chosen)
     # For code written against upstream, which asks parallel_state instead of being handed its groups.
     groups.set_current()
     # Needs the groups: which random numbers a process draws depends on its place in the layout.
