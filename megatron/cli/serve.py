@@ -26,6 +26,7 @@ from megatron.training.flags.argument import ProgramParser, path
 
 if TYPE_CHECKING:
     from megatron.core.inference.engine import Engine
+    from megatron.core.inference.speculation import Drafter
     from megatron.serving.answers import ServedModel
     from megatron.training.checkpoint.trained_model import TrainedModel
 
@@ -63,6 +64,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         raise ConfigError("--inference-dynamic-batching-prefix-caching and its opposite are given; leave one out")
     if not arguments.request_timeout > 0 or arguments.max_waiting < 0:
         raise ConfigError("--request-timeout must be above 0, and --max-waiting at least 0")
+    if arguments.draft_model is not None and (arguments.num_speculative_tokens < 1 or arguments.speculate == "mtp"):
+        raise ConfigError(
+            "--draft-model drafts --num-speculative-tokens, which must be at least 1, without --speculate"
+        )
     if not 0 <= arguments.shutdown_timeout < float("inf"):
         raise ConfigError(f"--shutdown-timeout {arguments.shutdown_timeout} must be at least 0, a number of seconds")
     if not arguments.load.exists():
@@ -85,6 +90,7 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch-invariant-mode", action="store_true", help="every text to the bit as alone: one pass for each")
     add("--num-speculative-tokens", metavar="N", type=int, default=0, help="tokens drafted at a time (0: none)")
     add("--speculate", choices=["lookup", "mtp"], default="lookup", help="who drafts them (lookup: the text so far)")
+    add("--draft-model", metavar="DIR", type=path, help="a smaller model's checkpoint, of the same tokens, drafts them")
 
 
 def read_keys(arguments: argparse.Namespace, environment: dict[str, str]) -> tuple[str, ...]:
@@ -136,7 +142,6 @@ def build_engine(arguments: argparse.Namespace, trained: TrainedModel) -> tuple[
     """The engine, and what the server knows of its model."""
     from megatron.core.inference.engine import Engine, EngineSettings
     from megatron.core.inference.model_runner import ModelRunner
-    from megatron.core.inference.speculation import Drafter, PredictionDrafter, PromptLookup
     from megatron.serving.answers import ServedModel
 
     longest = trained.max_sequence_length or trained.config.data.seq_length or _UNKNOWN_LENGTH
@@ -156,10 +161,7 @@ def build_engine(arguments: argparse.Namespace, trained: TrainedModel) -> tuple[
         reuses_prefixes=not arguments.no_prefix_caching,
         batch_invariant=arguments.batch_invariant_mode,
     )
-    drafter: Drafter | None = None
-    if arguments.num_speculative_tokens > 0:
-        is_own = arguments.speculate == "mtp"
-        drafter = PredictionDrafter(trained.model) if is_own else PromptLookup(arguments.num_speculative_tokens)
+    drafter = build_drafter(arguments, trained, longest)
     engine = Engine(trained.model, settings, vocab_size=trained.vocab_size, drafter=drafter)
     tokenizer = trained.tokenizer
     ends = [tokenizer.eod] if tokenizer.eod is not None and tokenizer.eod >= 0 else []
@@ -167,6 +169,33 @@ def build_engine(arguments: argparse.Namespace, trained: TrainedModel) -> tuple[
         ends += tokenizer.find_answer_ends()
     name = arguments.served_model_name or Path(arguments.load).resolve().name
     return engine, ServedModel(name, tokenizer, longest, trained.vocab_size, tuple(dict.fromkeys(ends)))
+
+
+def build_drafter(arguments: argparse.Namespace, trained: TrainedModel, longest: int) -> Drafter | None:
+    """What drafts tokens of texts that have at most `longest`; None where nothing does."""
+    from megatron.core.inference.speculation import ModelDrafter, PredictionDrafter, PromptLookup
+    from megatron.core.tensor_parallel.packed_products import pack_weights
+    from megatron.training.checkpoint.trained_model import load_trained_model
+
+    most = arguments.num_speculative_tokens
+    if arguments.draft_model is not None:
+        smaller = load_trained_model(arguments.draft_model, bf16=arguments.bf16)
+        for what, found, expected in (
+            ("tokens", smaller.vocab_size, trained.vocab_size),
+            (
+                "tokens with padding",
+                getattr(smaller.model, "vocab_size", None),
+                getattr(trained.model, "vocab_size", None),
+            ),
+            ("positions", min(smaller.max_sequence_length or longest, longest), longest),
+        ):
+            if found != expected:
+                raise ConfigError(f"--draft-model {arguments.draft_model} has {found} {what}; {expected} are needed")
+        pack_weights(smaller.model)
+        return ModelDrafter(smaller.model, most)
+    if most < 1:
+        return None
+    return PredictionDrafter(trained.model) if arguments.speculate == "mtp" else PromptLookup(most)
 
 
 def serve(arguments: argparse.Namespace, environment: dict[str, str]) -> int:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,7 @@ from megatron.cli.serve import build_engine, parse_arguments
 from megatron.core.errors import ConfigError
 from megatron.core.inference.engine import Engine
 from megatron.core.inference.sampling import Sampling
-from megatron.core.inference.speculation import PromptLookup
+from megatron.core.inference.speculation import ModelDrafter, PromptLookup
 from megatron.serving.service import RequestEvent, ServedRequest, Service
 from megatron.training.checkpoint.trained_model import TrainedModel, load_trained_model
 from megatron.training.flags.flag import former_flags
@@ -47,11 +48,30 @@ def test_flags_with_an_effect(trained: TrainedModel) -> None:
     assert build(trained, "--inference-dynamic-batching-prefix-caching").settings.reuses_prefixes
     assert build(trained, "--batch-invariant-mode").settings.batch_invariant
     assert isinstance(build(trained, "--num-speculative-tokens", "2").drafter, PromptLookup)
+    smaller = build(trained, "--num-speculative-tokens", "3", "--draft-model", str(trained.path)).drafter
+    assert isinstance(smaller, ModelDrafter) and smaller.most == 3
+    with pytest.raises(ConfigError, match="--num-speculative-tokens, which must be at least 1"):
+        parse(trained, "--draft-model", str(trained.path))
     assert parse(trained, "--inference-dynamic-batching-logprobs-mode", "raw_logprobs")
     with pytest.raises(ConfigError, match="processed_logprobs"):
         parse(trained, "--inference-dynamic-batching-logprobs-mode", "processed_logprobs")
     with pytest.raises(ConfigError, match="leave out speculation"):
         build(trained, "--batch-invariant-mode", "--num-speculative-tokens", "2")
+
+
+def test_a_draft_model_of_other_tokens_or_fewer_positions(trained: TrainedModel, tmp_path: Path) -> None:
+    flags = ("--save-interval", "1", "--train-iters", "1", "--lr-warmup-iters", "0", "--save")
+    train_tiny(*flags, tmp_path / "tokens", "--vocab-size", "51")
+    train_tiny(*flags, tmp_path / "padding", "--make-vocab-size-divisible-by", "128")
+    train_tiny(*flags, tmp_path / "longer", "--max-position-embeddings", "32")
+    longer = load_trained_model(tmp_path / "longer")
+    for target, draft, words in (
+        (trained, tmp_path / "tokens", r"has 5\d tokens; 5\d are needed"),
+        (trained, tmp_path / "padding", "has 128 tokens with padding; 64 are needed"),
+        (longer, trained.path, "has 16 positions; 32 are needed"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            build(target, "--num-speculative-tokens", "2", "--draft-model", str(draft))
 
 
 def test_memory_in_gigabytes(trained: TrainedModel) -> None:
