@@ -49,6 +49,8 @@ def prepare(library: Path) -> None:
     from tests.fake_device.recorder import Recorder, replace_operations
 
     replace_operations()
+    # A fake tensor cannot be made of one that counts no versions.
+    torch.inference_mode = lambda mode=True: torch.no_grad()  # type: ignore[assignment,misc]
     # First: others import names from there.
     _replace_checkpoints()
     _replace_data()
