@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that products in 8 or 4 bits hold beside their operands: rounded weights, and temporaries of backward.
+"""Bytes that products hold beside their operands, most of them in 8 or 4 bits: rounded weights, and temporaries of
+backward.
 
 A weight that both directions round alike is rounded once a step and kept to its end. Where a kernel multiplies, the
 gradient of a product's output is rounded into two layouts, its input turned, and the weight's gradient made in float32
@@ -19,6 +20,7 @@ from megatron.core.plan.stages import StageContent
 from megatron.planner.memory import Workload
 
 if TYPE_CHECKING:
+    from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -47,10 +49,17 @@ class _Product(NamedTuple):
     rows: float
 
 
-def count_product_temporaries(model: TransformerConfig, branch: Branch, tokens: Tokens) -> tuple[float, float]:
+def count_product_temporaries(
+    model: TransformerConfig, replicas: DistributedDataParallelConfig, branch: Branch, tokens: Tokens
+) -> tuple[float, float]:
     """Bytes that the weight gradients of the first and of the last product of a branch take; of a branch with other
     products than attention and MLPs have, the most twice."""
     if model.few_bits_recipe is None or not branch.low_precision:
+        if branch.kind == "experts" and model.moe_grouped_gemm and model.bf16 and not replicas.grad_reduce_in_fp32:
+            # Only to sums in float32 are those of all experts added by the kernel that makes them.
+            first, _ = _list_products(model, branch, tokens)
+            taken = 2 * first.inputs * first.outputs * model.num_moe_experts / model.expert_model_parallel_size
+            return taken, taken
         return 0.0, 0.0
     found = [_count(model, product) for product in _list_products(model, branch, tokens)]
     if not found:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron.core.plan.branch_kind import count_bytes
+from megatron.core.plan.branch_kind import Counts, count_bytes
 from megatron.core.plan.read import read_plan
 from megatron.core.plan.stages import StageContent
 from megatron.planner.memory import Workload, count_layers
@@ -36,9 +36,8 @@ def count_rank_parameters(
     for content in chunks:
         layers = plan.decoder[content.layers.start : content.layers.stop]
         layers += plan.prediction if content.has_prediction else ()
-        count = count_layers(model, layers, has_final_norm=content.ends_decoder)
-        dense += count.matrices / ranks + count.replicated
-        experts += count.expert_matrices
+        of_layers = divide_parameters(model, count_layers(model, layers, has_final_norm=content.ends_decoder))
+        dense, experts = dense + of_layers[0], experts + of_layers[1]
         for is_there, is_own in (
             (content.has_embedding or content.has_prediction, False),
             (content.has_loss, workload.has_output_layer),
@@ -47,7 +46,14 @@ def count_rank_parameters(
             if is_there and (is_own or not has_table):
                 dense += table
                 has_table = has_table or not is_own
-    return dense, experts / (model.expert_model_parallel_size * (model.expert_tensor_parallel_size or ranks))
+    return dense, experts
+
+
+def divide_parameters(model: TransformerConfig, count: Counts) -> tuple[float, float]:
+    """Of a count the elements on a process: outside of experts, and of experts."""
+    ranks = model.tensor_model_parallel_size
+    expert_ranks = model.expert_model_parallel_size * (model.expert_tensor_parallel_size or ranks)
+    return count.matrices / ranks + count.replicated, count.expert_matrices / expert_ranks
 
 
 def count_gradient_bytes(model: TransformerConfig, replicas: DistributedDataParallelConfig) -> int:

@@ -38,8 +38,8 @@ from megatron.core.plan.stages import StageContent, build_pipeline_layout, build
 from megatron.core.tensor_parallel.offloaded_activations import PREFETCHED_GROUPS
 from megatron.core.transformer.execution.activation_policy import divide_layers
 from megatron.planner.few_bits import count_head_temporaries, count_product_temporaries, count_rounded_weights
-from megatron.planner.memory import Workload
-from megatron.planner.state_memory import count_rank_parameters, count_state_bytes
+from megatron.planner.memory import Workload, count_layers
+from megatron.planner.state_memory import count_rank_parameters, count_state_bytes, divide_parameters
 
 if TYPE_CHECKING:
     from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -132,7 +132,8 @@ def count_tokens(model: TransformerConfig, workload: Workload) -> Tokens:
     """Tokens of a microbatch on one process."""
     tokens = workload.seq_length / model.context_parallel_size * workload.micro_batch_size
     own = tokens / (model.tensor_model_parallel_size if model.sequence_parallel else 1)
-    return Tokens(tokens, own, workload.seq_length if model.attention_backend in ("unfused", "local") else 0.0)
+    scored = workload.seq_length if model.attention_backend in ("unfused", "local") else 0.0
+    return Tokens(tokens, own, workload.micro_batch_size, scored)
 
 
 def find_recomputed_parts(model: TransformerConfig) -> set[str]:
@@ -195,7 +196,9 @@ def _describe_chunk(
         # The stage holds what it was sent to the end of its backward, wherever its first layer keeps it.
         entering = stream
         kept -= left[0][0][0] if left and not in_graphs[0][0] else 0.0
-    backward = _walk_back(model, described, left, tokens, has_next=not content.has_loss, in_graphs=bool(recorded))
+    backward = _walk_back(
+        model, replicas, described, left, tokens, has_next=not content.has_loss, in_graphs=bool(recorded)
+    )
     if recorded:
         restored = max(_count_restored(model, rows) for layer in branches for rows in layer)
         for unit in units:
@@ -206,6 +209,8 @@ def _describe_chunk(
         piled_up = hidden * (len(units) - 1) if all(unit.is_recomputed for unit in units) else 0.0
         recorded += _count_beside_recorded(model, plans, branches, tokens) + restored + piled_up
         backward = 2 * hidden if model.records("mlp") else backward
+    if replicas.use_torch_fsdp2:
+        backward += _count_gathered(model, replicas, plans)
     # Products whose weights get their gradients later keep their inputs, and the gradients of their outputs.
     waiting = 0.0
     if model.defers_weight_gradients or model.delays_weight_gradients:
@@ -238,8 +243,19 @@ def _describe_chunk(
     )
 
 
+def _count_gathered(
+    model: TransformerConfig, replicas: DistributedDataParallelConfig, layers: Sequence[LayerPlan]
+) -> float:
+    """Bytes of weights that FSDP2 has gathered in backward: those of a layer and of the one that comes next, or of
+    all."""
+    sizes = [sum(divide_parameters(model, count_layers(model, [layer]))) * count_bytes(model) for layer in layers]
+    frees = replicas.torch_fsdp2_reshard_after_forward and replicas.data_parallel_sharding_strategy != "optim_grads"
+    return sum(sorted(sizes)[-2:] if frees else sizes)
+
+
 def _walk_back(
     model: TransformerConfig,
+    replicas: DistributedDataParallelConfig,
     layers: Sequence[tuple[LayerPlan, Sequence[Sequence[Kept]]]],
     left: Sequence[Sequence[Sequence[float]]],
     tokens: Tokens,
@@ -266,7 +282,7 @@ def _walk_back(
             for number in reversed(range(len(branches))):
                 branch, of_branch, stays = plan.branches[number], branches[number], left[index][number]
                 again = 0.0 if unit.is_recomputed else _count_restored(model, of_branch) + fetched[index][number]
-                most = max(most, beside + again + _count_gradients(model, branch, of_branch, tokens))
+                most = max(most, beside + again + _count_gradients(model, replicas, branch, of_branch, tokens))
                 if in_graphs:
                     continue
                 sizes = [row.bytes for row in of_branch] if unit.is_recomputed else stays
@@ -371,7 +387,13 @@ def _count_inner_gradients(model: TransformerConfig, branch: Branch, rows: Seque
     return beside + sum(row.bytes for row in rows if row.has_gradient) / chunks
 
 
-def _count_gradients(model: TransformerConfig, branch: Branch, rows: Sequence[Kept], tokens: Tokens) -> float:
+def _count_gradients(
+    model: TransformerConfig,
+    replicas: DistributedDataParallelConfig,
+    branch: Branch,
+    rows: Sequence[Kept],
+    tokens: Tokens,
+) -> float:
     """Bytes that live at most while a branch is in backward, beside what it has kept.
 
     In its last product there is the gradient of its output, with sequence parallelism also that of all tokens, and
@@ -379,7 +401,7 @@ def _count_gradients(model: TransformerConfig, branch: Branch, rows: Sequence[Ke
     behind that is freed, sequence parallelism holds the input of all tokens and its gradient.
     """
     width = model.hidden_size * count_bytes(model)
-    of_first, of_last = count_product_temporaries(model, branch, tokens)
+    of_first, of_last = count_product_temporaries(model, replicas, branch, tokens)
     most = (tokens.own + tokens.all) * width + _count_inner_gradients(model, branch, rows, tokens) + of_last
     if branch.kind in ("attention", "mlp"):
         at_ends = (2 if model.sequence_parallel else 1) * (tokens.own + tokens.all) * width

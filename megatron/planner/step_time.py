@@ -28,6 +28,8 @@ from megatron.core.plan.kinds import find_kind
 from megatron.core.plan.model_plan import Branch, LayerPlan
 from megatron.core.plan.read import read_plan
 from megatron.core.plan.stages import StageContent, build_pipeline_layout, build_virtual_stages
+from megatron.core.plan.state_exchange import StateInput
+from megatron.core.plan.state_kinds import weigh_exchange
 from megatron.core.transformer.execution.activation_policy import divide_layers
 from megatron.planner.devices import Device
 from megatron.planner.links import Link
@@ -305,8 +307,10 @@ class _Clock:
             around = self._gather_and_scatter(self.tp, tokens.all * hidden * self.width)
             overlapped = _HIDDEN_BY_OVERLAP * self.device.hidden_share if model.tp_comm_overlap else 0.0
             forward["tensor parallel"] = around * (1 - overlapped)
-        if self.cp.size > 1 and kind.work(model, branch, self.workload.seq_length):
+        if self.cp.size > 1 and kind.state == "per token":
             forward["context parallel"] = self._exchange_context(branch, attention)
+        if self.cp.size > 1 and kind.inputs is not None:
+            forward["context parallel"] += self._share_states(kind.inputs(model))
         for part in ("tensor parallel", "context parallel", "expert parallel"):
             backward[part] = forward[part]
         if counts.matrices and model.sequence_parallel:
@@ -326,14 +330,29 @@ class _Clock:
         return 0.0
 
     def _exchange_context(self, branch: Branch, attention: float) -> float:
-        """Keys and values of the other context-parallel ranks, less what attention to the ranks before hides."""
+        """What attention needs of other context-parallel ranks: their keys and values, less what attention to the ranks
+        before hides, or their tokens of some heads."""
         model, ranks = self.model, self.cp.size
         groups = max(1.0, model.num_query_groups / self.tp_size)
         block = 2 * self.tokens.all * groups * model.query_width * self.width
-        if branch.options.context_exchange == "p2p":
+        kind = branch.options.context_exchange
+        if kind == "p2p":
             hidden = self.device.hidden_share * attention / ranks
             return (ranks - 1) * max(self.device.link_seconds, self.cp.send(block) - hidden)
-        return self.cp.gather(block * ranks)
+        if kind == "all_gather":
+            return self.cp.gather(block * ranks)
+        # Of a hierarchy the ring among few ranks is left out.
+        of_heads = self.tokens.all * model.num_attention_heads / self.tp_size * self.width
+        return self.cp.exchange(block + of_heads * model.query_width) + self.cp.exchange(of_heads * model.value_width)
+
+    def _share_states(self, inputs: list[StateInput]) -> float:
+        """Tokens of linear attention that are exchanged for heads and back, or states that are gathered."""
+        exchange = weigh_exchange(self.model, inputs, self.tokens)
+        assert exchange is not None
+        if exchange.moves_heads:
+            there_and_back = exchange.heads_bytes * self.cp.size
+            return 2 * self.cp.exchange(there_and_back / 2)
+        return self.cp.gather(exchange.states_bytes * self.cp.size)
 
     @staticmethod
     def _gather_and_scatter(link: Link, whole: float) -> float:

@@ -3,8 +3,8 @@
 
     python -m tests.fake_device.random_layouts --count 30 --seed 1
 
-Models (dense, grouped heads, experts, latent attention, hybrid), sizes of all axes, schedules, recomputation,
-offloading, optimizers and number formats are drawn; what a run would refuse is drawn again. Prints a line for each
+Models (dense, grouped heads, experts, latent attention, hybrid), sizes of all axes, exchanges of attention, schedules,
+recomputation, offloading, optimizers and number formats are drawn; what a run would refuse is drawn again. Prints a line for each
 layout with the rank that is farthest off, and how many are within 3 %.
 """
 
@@ -37,6 +37,12 @@ _EXPERTS = """--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 704 --mo
     --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01"""
 _LATENT = """--multi-latent-attention --q-lora-rank 256 --kv-lora-rank 128 --qk-head-dim 64 --qk-pos-emb-head-dim 32
     --v-head-dim 64"""
+_STATES = (
+    """--linear-num-value-heads 16 --linear-num-key-heads 16 --linear-key-head-dim 64 --linear-value-head-dim 64"""
+)
+_PATTERNS = ("M-*-M-M-", "M-M*M-M-", "MMM-*-M-", "G-*-G-K-", "L-*-K-M-")
+_LONG = "--seq-length 4096 --max-position-embeddings 4096"
+"""Of sequences so long context-parallel ranks hand states over instead of exchanging tokens for heads."""
 _RECOMPUTED = {
     "dense": ("layernorm", "mlp_act", "layernorm mlp_act", "core_attn", "mlp"),
     "experts": ("layernorm", "moe_act", "layernorm moe_act", "moe"),
@@ -63,7 +69,8 @@ def draw(chooser: random.Random) -> Drawn:
     terms = [f"tp{tp}", *(["sp"] if tp > 1 and chooser.random() < 0.8 else []), f"pp{pp}", f"dp{dp}", f"cp{cp}"]
     flags = [_COMMON, _DENSE]
     if kind == "hybrid":
-        flags.append(f"{_GROUPED} --hybrid-layer-pattern {chooser.choice(['M-*-M-M-', 'M-M*M-M-', 'MMM-*-M-'])}")
+        length = chooser.choice(["", "", _LONG])
+        flags.append(f"{_GROUPED} {_STATES} --hybrid-layer-pattern {chooser.choice(_PATTERNS)} {length}")
     else:
         flags.append(f"--num-layers {_LAYERS}")
     flags += {"grouped": [_GROUPED], "latent": [_LATENT], "experts": [_GROUPED, _EXPERTS]}.get(kind, [])
@@ -73,6 +80,8 @@ def draw(chooser: random.Random) -> Drawn:
         ep = chooser.choice([1, 2])
         terms += [f"ep{ep}", *(["etp1"] if tp > 1 else [])]
         flags.append(f"--moe-token-dispatcher-type {chooser.choice(['alltoall', 'allgather'])}")
+    if cp > 1:
+        flags.append(f"--cp-comm-type {chooser.choice(['p2p', 'p2p', 'all_gather', 'a2a'])}")
     if vpp > 1:
         terms.append(f"vpp{vpp}")
     elif pp > 1 and chooser.random() < 0.25:

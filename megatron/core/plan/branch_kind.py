@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from megatron.core.plan.model_plan import Branch
+from megatron.core.plan.state_exchange import StateInput
 
 Config = Any
 """A TransformerConfig, which reads plans itself."""
@@ -20,6 +21,8 @@ class Tokens(NamedTuple):
     """In products and in attention, over all tensor-parallel ranks."""
     own: float
     """In hidden states outside of products: a part of them with sequence parallelism."""
+    sequences: float = 1.0
+    """Of the microbatch, of which the process may have a part of each."""
     scored: float = 0.0
     """Keys of a token whose probabilities are kept, where attention is written out; a kernel keeps none."""
 
@@ -99,6 +102,8 @@ class BranchKind:
     """Of a mixer whose first projection has named sections: their outputs, in order."""
     convolved: tuple[str, ...] = ()
     """The sections that pass its convolution; neighbours."""
+    inputs: Callable[[Config], list[StateInput]] | None = None
+    """Of a mixer with linear attention: what that reads of each token, for all heads."""
     beside: Callable[[Config, Branch, Tokens], float] = _nothing_for_itself
     """Bytes that its backward takes for itself, beside the gradients of what is kept."""
     spec: Any = None

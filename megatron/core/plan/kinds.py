@@ -20,7 +20,9 @@ A program of a user's own adds a row by `register_kind`, before it makes a confi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from megatron.core.errors import ConfigError
 from megatron.core.plan.branch_kind import (
@@ -129,18 +131,57 @@ def _count_seen_twice(branch: Branch, seq_length: int) -> int:
     return pairs // seq_length
 
 
+class _Sharing(NamedTuple):
+    """Context-parallel ranks of a layer by how they share attention; one way or, of a hierarchy, the first two."""
+
+    exchangers: int = 1
+    """That exchange tokens for heads."""
+    ring: int = 1
+    """That pass keys and values around."""
+    gatherers: int = 1
+    """That gather all keys and values."""
+
+    @property
+    def is_around(self) -> bool:
+        """True where attention has operands, or an output, of its own beside those of the layer."""
+        return self.exchangers > 1 or self.gatherers > 1
+
+
+def _find_sharing(config: Config, branch: Branch) -> _Sharing:
+    ranks, kind = config.context_parallel_size, branch.options.context_exchange
+    if kind == "a2a+p2p" and ranks > 1:
+        return _Sharing(*config.hierarchical_context_parallel_sizes)
+    return {"all_gather": _Sharing(gatherers=ranks), "a2a": _Sharing(exchangers=ranks)}.get(kind, _Sharing(ring=ranks))
+
+
+def _recomputes_core(config: Config) -> bool:
+    return config.recompute_granularity == "selective" and "core_attn" in (config.recompute_modules or ())
+
+
 def _keep_attention(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:
     yield from keep_input(config, branch, tokens, "attn_norm", "qkv_linear")
-    ranks, heads = config.tensor_model_parallel_size, config.num_attention_heads
+    ranks, heads, sharing = config.tensor_model_parallel_size, config.num_attention_heads, _find_sharing(config, branch)
     groups = max(_count_groups(config, branch), ranks)  # with fewer groups than ranks, each has one whole
     per_head = tokens.all * config.query_width * count_bytes(config) / ranks
-    packed = per_head * (heads + 2 * groups)
-    yield Kept("packed queries, keys, values", packed, place="core_attn", is_factor=True, has_gradient=True)
+    packed, by_heads = per_head * (heads + 2 * groups), heads > _count_groups(config, branch)
+    # What attention reads instead of views of it leaves nothing to keep it for.
+    is_read = _recomputes_core(config) or not (sharing.exchangers > 1 or (sharing.gatherers > 1 and by_heads))
+    name = "packed queries, keys, values"
+    yield Kept(name, packed * is_read, place="core_attn", is_factor=True, has_gradient=True)
+    if sharing.exchangers > 1:
+        # The ranks need equally many keys and values: copies, where they cannot share them evenly.
+        own = groups // ranks
+        copies = math.lcm(own, sharing.exchangers) // own
+        exchanged = per_head * (heads + 2 * groups * copies)
+        yield Kept("heads of all ranks' tokens", exchanged, "core_attn", is_factor=True, has_gradient=True)
     # Queries of several heads lie between the keys of their groups; kernels want them without gaps.
-    if heads > _count_groups(config, branch):
-        yield Kept("queries by heads", per_head * heads, place="core_attn")
+    elif by_heads:
+        yield Kept("queries by heads", per_head * heads, place="core_attn", has_gradient=not is_read)
+    if sharing.gatherers > 1:
+        gathered = per_head * 2 * groups * sharing.gatherers
+        yield Kept("all ranks' keys and values", gathered, "core_attn", has_gradient=True)
     yield from _keep_scores(config, tokens)
-    yield from _keep_output(config, tokens)
+    yield from _keep_output(config, tokens, sharing)
 
 
 def _keep_latent_attention(config: Config, branch: Branch, tokens: Tokens, *, hides: bool = False) -> Iterator[Kept]:
@@ -155,7 +196,9 @@ def _keep_latent_attention(config: Config, branch: Branch, tokens: Tokens, *, hi
     queries, values, positions = config.query_width, config.value_width, config.qk_pos_emb_head_dim
     # Of two widths the flash kernel gets the narrower one filled up, and keeps the copy and an output of that width;
     # what is passed around context-parallel ranks is left as it is.
-    fills_up = config.attention_backend in ("auto", "flash") and not _goes_round(config, branch) and not hides
+    sharing = _find_sharing(config, branch)
+    is_whole = sharing.ring == sharing.gatherers == 1
+    fills_up = config.attention_backend in ("auto", "flash") and is_whole and not hides
     filled = max(queries, values) if fills_up else 0
     for name, channels, more, is_factor in (
         ("queries", queries, filled - queries, True), ("keys", queries - positions, 0, True),
@@ -164,10 +207,13 @@ def _keep_latent_attention(config: Config, branch: Branch, tokens: Tokens, *, hi
         part = None if more > 0 else "mla_up_proj"
         yield Kept(name, per_channel * channels, part, "core_attn", is_factor=is_factor, has_gradient=True)
         yield Kept(f"what {name} are filled up with", per_channel * max(0, more), None, "core_attn", has_gradient=True)
+    if sharing.gatherers > 1:
+        others = per_channel * (queries + values) * (sharing.gatherers - 1)
+        yield Kept("other ranks' keys and values", others, "core_attn", has_gradient=True)
     if fills_up and queries != values:
         yield Kept("the kernel's own output", per_channel * filled, place="core_attn")
     yield from _keep_scores(config, tokens)
-    yield from _keep_output(config, tokens)
+    yield from _keep_output(config, tokens, sharing)
 
 
 def _keep_sparse_attention(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:
@@ -192,15 +238,10 @@ def _keep_sparse_attention(config: Config, branch: Branch, tokens: Tokens) -> It
         yield Kept("gradients of the indexer's vectors", tokens.all * vectors)
 
 
-def _goes_round(config: Config, branch: Branch) -> bool:
-    """Return whether keys and values are passed around context-parallel ranks."""
-    return config.context_parallel_size > 1 and branch.options.context_exchange == "p2p"
-
-
 def _take_for_ring(config: Config, branch: Branch, tokens: Tokens) -> float:
     """Gradients of queries, and of keys and values here and under way, in float32, with the next rank's keys and
     values."""
-    if not _goes_round(config, branch):
+    if _find_sharing(config, branch).ring == 1:
         return 0.0
     ranks, groups = config.tensor_model_parallel_size, config.num_attention_heads
     if branch.kind == "attention":
@@ -218,10 +259,12 @@ def _keep_scores(config: Config, tokens: Tokens) -> Iterator[Kept]:
         yield Kept("attention probabilities", pairs * width, "core_attn", "core_attn", has_gradient=True)
 
 
-def _keep_output(config: Config, tokens: Tokens) -> Iterator[Kept]:
+def _keep_output(config: Config, tokens: Tokens, sharing: _Sharing) -> Iterator[Kept]:
     per_rank = tokens.all * config.num_attention_heads / config.tensor_model_parallel_size
     output = per_rank * config.value_width * count_bytes(config)
     yield Kept("attention's output", output, place="attn_proj", is_factor=True, has_gradient=True)
+    if sharing.is_around:
+        yield Kept("the same as the kernel made it", output, "core_attn")
     yield Kept("its log-sum-exp", per_rank * 4)
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from megatron.core.plan.branch_kind import BranchKind, Config, Counts, Kept, Tokens, count_bytes, count_norm, keep_input
 from megatron.core.plan.model_plan import Branch
+from megatron.core.plan.state_exchange import Exchange, StateInput
 
 CHUNK = 64
 """Tokens of a chunk."""
@@ -109,50 +110,96 @@ def _work_with_corrections(config: Config, branch: Branch, seq_length: int) -> i
     return work
 
 
+def _list_mamba_inputs(config: Config) -> list[StateInput]:
+    width, heads = count_bytes(config), list_mamba_sections(config)["dt"]
+    shared, of_head = StateInput(config.mamba_num_groups, config.mamba_state_dim, width), StateInput(heads, 1, 4)
+    return [shared, shared, StateInput(heads, config.mamba_head_dim, width), of_head, of_head]
+
+
+def _list_delta_inputs(config: Config) -> list[StateInput]:
+    width, heads = count_bytes(config), config.linear_num_value_heads
+    shared = StateInput(config.linear_num_key_heads, config.linear_key_head_dim, width)
+    strength = StateInput(heads, 1, width)
+    # Strength is what erases, too, and is exchanged twice.
+    value = StateInput(heads, config.linear_value_head_dim, width)
+    return [shared, shared, value, StateInput(heads, 1, 4), strength, strength]
+
+
+def _list_delta_2_inputs(config: Config) -> list[StateInput]:
+    query, key, value, *_ = _list_delta_inputs(config)
+    return [query, key, value, key._replace(width=4), key]
+
+
+def _list_kimi_inputs(config: Config) -> list[StateInput]:
+    heads, channels, width = config.linear_num_value_heads, config.linear_value_head_dim, count_bytes(config)
+    own, strength = StateInput(heads, channels, width), StateInput(heads, 1, width)
+    return [own, own, own, own._replace(width=4), strength, strength]
+
+
+def weigh_exchange(config: Config, inputs: list[StateInput], tokens: Tokens) -> Exchange | None:
+    """Return what context-parallel ranks could send for a layer; None without them. inputs: of all heads."""
+    if config.context_parallel_size == 1:
+        return None
+    ranks = config.tensor_model_parallel_size
+    own = [x._replace(heads=max(1, x.heads // ranks)) for x in inputs]
+    return Exchange.weigh(own, tokens.all, 2 * tokens.sequences, config.context_parallel_size)
+
+
 def _keep(
     config: Config,
     tokens: Tokens,
     sections: dict[str, int],
-    convolved: tuple[str, ...],
-    wide: int,
-    narrow: int = 0,
+    inputs: list[StateInput],
+    held: str = "",
 ) -> Iterator[Kept]:
-    """wide, narrow: numbers of decay and strength for each token, in float32 and in the model's format."""
+    """held: the section of the convolution's output that is read beside linear attention, too."""
     yield from keep_input(config, Branch(""), tokens, "attn_norm", "qkv_linear")
     per_rank = tokens.all / config.tensor_model_parallel_size
     per_channel = per_rank * count_bytes(config)
-    of_convolution = per_channel * sum(sections[name] for name in convolved)
+    query, key, value, *gates = inputs
+    of_convolution = per_rank * (query.token_bytes + key.token_bytes + value.token_bytes)
     of_gate, of_skipped = per_channel * sections["z"], per_channel * sections.get("x", 0)
+    exchange = weigh_exchange(config, inputs, tokens)
+    moves_heads = exchange is not None and exchange.moves_heads
     # What the gate reads has its gradients first, and they wait for those of all sections.
     yield Kept("the gate's section of its first product", of_gate, is_factor=True, has_gradient=True)
     yield Kept("its other sections", per_channel * sum(sections.values()) - of_gate, is_factor=True)
     yield Kept("what of the convolution's output the gate reads, too", of_skipped, has_gradient=True)
     yield Kept("the rest of the convolution's output", of_convolution - of_skipped)
-    yield Kept("decay and strength", per_rank * 4 * wide + per_channel * narrow)
+    if moves_heads and held:
+        # Else they take the place of the convolution's output, of which a section is a view.
+        yield Kept("queries, keys and values of own heads and all ranks' tokens", of_convolution)
+    # Of strength that erases, too, there is one tensor, or one for each when they were exchanged.
+    yield Kept("decay and strength", per_rank * sum(x.token_bytes for x in (gates if moves_heads else gates[:2])))
+    if exchange is not None and not moves_heads:
+        wide = 4 * per_rank * value.heads
+        values = wide * (value.channels + key.channels)
+        yield Kept("values in float32, beside channels for the state before", values)
+        yield Kept("what the state before is multiplied by", wide * key.channels)
+        pieces, ranks = 2 * config.context_parallel_size * tokens.sequences, config.tensor_model_parallel_size
+        of_piece = 4 * value.heads / ranks * key.channels * (2 * value.channels + key.channels)
+        yield Kept("states before pieces, and what pieces change", pieces * of_piece)
     # On a CPU, where few chunks are computed at a time, the states between them are kept, too: about 1 %.
-    yield Kept("the state's output", of_gate, has_gradient=True)
+    yield Kept("the state's output", of_gate)
     yield Kept("the same behind its gate", of_gate, is_factor=True)
 
 
 def _keep_mamba(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:
-    sections = list_mamba_sections(config)
-    return _keep(config, tokens, sections, _OF_MAMBA, 2 * sections["dt"])
+    return _keep(config, tokens, list_mamba_sections(config), _list_mamba_inputs(config), "x")
 
 
 def _keep_delta(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:
-    sections = list_delta_sections(config)
-    return _keep(config, tokens, sections, _OF_DELTA, sections["alpha"], sections["beta"])
+    return _keep(config, tokens, list_delta_sections(config), _list_delta_inputs(config))
 
 
 def _keep_delta_2(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:
-    sections = list_delta_2_sections(config)
-    narrow = sections["b"] + sections["w"]
-    return _keep(config, tokens, sections, _OF_DELTA, sections["f"], narrow)
+    inputs = _list_delta_2_inputs(config)
+    yield from _keep(config, tokens, list_delta_2_sections(config), inputs, "value")
+    yield Kept("weighed values", tokens.all / config.tensor_model_parallel_size * inputs[2].token_bytes)
 
 
 def _keep_kimi(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:
-    sections = list_kimi_sections(config)
-    yield from _keep(config, tokens, sections, _OF_DELTA, sections["g"], sections["beta"])
+    yield from _keep(config, tokens, list_kimi_sections(config), _list_kimi_inputs(config))
     if config.linear_gate_rank is not None:
         narrow = tokens.own * len(KIMI_GATES) * config.linear_gate_rank * count_bytes(config)
         yield Kept("the vectors that its gates are made of", narrow, is_factor=True)
@@ -189,47 +236,52 @@ class _Slab(NamedTuple):
     states: float
     """One for each chunk."""
 
-    def count_bytes(self, config: Config, tokens: Tokens, heads: int, groups: int, key: int, value: int) -> float:
-        """heads, groups: of values, and of queries and keys, on all ranks. key, value: channels of one."""
-        ranks = config.tensor_model_parallel_size
-        heads, groups = max(1, heads // ranks), max(1, groups // ranks)
-        at_once = min(tokens.all, PAIRS_AT_ONCE / (heads * CHUNK))
-        of_token = heads * (self.by_head * key + self.pairs * CHUNK + self.values * value) + self.keys * groups * key
-        return 4 * at_once * (of_token + self.states * heads * key * value / CHUNK)
+    def count_bytes(self, config: Config, tokens: Tokens, inputs: list[StateInput]) -> float:
+        """inputs: of all heads on all ranks."""
+        query, _, value, *_ = inputs
+        ranks, count, width = config.tensor_model_parallel_size, tokens.all, value.channels
+        exchange = weigh_exchange(config, inputs, tokens)
+        if exchange is not None and exchange.moves_heads:
+            ranks, count = ranks * config.context_parallel_size, count * config.context_parallel_size
+        elif exchange is not None:
+            width += query.channels  # for the state before each piece
+        heads, groups, key = max(1, value.heads // ranks), max(1, query.heads // ranks), query.channels
+        at_once = min(count, PAIRS_AT_ONCE / (heads * CHUNK))
+        values = self.values + (exchange is not None and not exchange.moves_heads)  # a gradient in float32
+        of_token = heads * (self.by_head * key + self.pairs * CHUNK + values * width) + self.keys * groups * key
+        taken = 4 * at_once * (of_token + self.states * heads * key * width / CHUNK)
+        # What is behind linear attention is freed before: its output, that behind its gate, what a state is added by.
+        behind = 2 * value.channels * value.width + (4 * key if width > value.channels else 0)
+        return taken - count * heads * behind
 
 
 def _take_for_mamba(config: Config, branch: Branch, tokens: Tokens) -> float:
-    heads, width = list_mamba_sections(config)["dt"], config.mamba_head_dim
-    slab = _Slab(4.0, 3.2, 5.0, 8.9, 2.1)
-    return slab.count_bytes(config, tokens, heads, config.mamba_num_groups, config.mamba_state_dim, width)
+    return _Slab(3.3, 3.9, 5.6, 8.6, 2.7).count_bytes(config, tokens, _list_mamba_inputs(config))
 
 
 def _take_for_delta(config: Config, branch: Branch, tokens: Tokens) -> float:
-    heads, groups = config.linear_num_value_heads, config.linear_num_key_heads
-    widths = (config.linear_key_head_dim, config.linear_value_head_dim)
-    return _Slab(8.9, 8.8, 6.0, 10.5, 2.1).count_bytes(config, tokens, heads, groups, *widths)
+    return _Slab(8.7, 8.0, 6.7, 11.5, 2.1).count_bytes(config, tokens, _list_delta_inputs(config))
 
 
 def _take_for_kimi(config: Config, branch: Branch, tokens: Tokens) -> float:
-    heads, width = config.linear_num_value_heads, config.linear_value_head_dim
-    return _Slab(11.9, 14.6, 11.9, 11.9, 6.3).count_bytes(config, tokens, heads, heads, width, width)
+    return _Slab(0.0, 6.1, 6.0, 42.3, 2.1).count_bytes(config, tokens, _list_kimi_inputs(config))
 
 
 MAMBA = BranchKind(
     "mamba", "M", "mixer", _count_mamba, _keep_mamba, _work_with_sums, "per sequence",
-    list_mamba_sections, _OF_MAMBA, _take_for_mamba,
+    list_mamba_sections, _OF_MAMBA, _list_mamba_inputs, _take_for_mamba,
 )  # fmt: skip
 GATED_DELTA_NET = BranchKind(
     "gated_delta_net", "G", "self_attention", _count_delta, _keep_delta, _work_with_corrections, "per sequence",
-    list_delta_sections, _OF_DELTA, _take_for_delta,
+    list_delta_sections, _OF_DELTA, _list_delta_inputs, _take_for_delta,
 )  # fmt: skip
 GATED_DELTA_NET_2 = BranchKind(
     "gated_delta_net_2", "", "self_attention", _count_delta_2, _keep_delta_2, _work_with_corrections, "per sequence",
-    list_delta_2_sections, _OF_DELTA, _take_for_delta,
+    list_delta_2_sections, _OF_DELTA, _list_delta_2_inputs, _take_for_delta,
 )  # fmt: skip
 KIMI_DELTA = BranchKind(
     "kimi_delta", "K", "self_attention", _count_kimi, _keep_kimi, _work_with_corrections, "per sequence",
-    list_kimi_sections, _OF_DELTA, _take_for_kimi,
+    list_kimi_sections, _OF_DELTA, _list_kimi_inputs, _take_for_kimi,
 )  # fmt: skip
 SHORT_CONVOLUTION = BranchKind(
     "short_convolution", "L", "self_attention", _count_short, _keep_short, state="per sequence",

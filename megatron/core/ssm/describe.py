@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.ssm.pieces import Exchange
+from megatron.core.ssm.pieces import weigh_exchange
 from megatron.core.ssm.state_mixer import StateMixer, get_state_mixer_spec
 from megatron.core.tensor_parallel.parameters import parameter_dtype
 from megatron.core.transformer.spec_utils import build_module
@@ -39,7 +39,7 @@ def describe_mixers(
             ranks = groups.cp.size()
             shape, dtype = (max(1, tokens // (2 * ranks)), 2 * sequences), parameter_dtype(config)
             found["states over context-parallel ranks"] = {
-                name: Exchange.weigh(mixer.sketch_inputs(*shape, dtype), ranks).describe()
+                name: weigh_exchange(mixer.sketch_inputs(*shape, dtype), ranks).describe()
                 for name, mixer in built.items()
             }
     return {what: _say_once(names) for what, names in found.items() if names}

@@ -17,7 +17,7 @@ Documents that are packed into a sequence are kept apart: nothing passes from on
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from math import prod
 
 import torch
 from torch import Tensor
@@ -25,46 +25,12 @@ from torch import Tensor
 from megatron.core.context_parallel.sharding import list_pieces_of_rank
 from megatron.core.errors import ConfigError
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.plan.state_exchange import Exchange, StateInput
 from megatron.core.process_groups_config import Group
 from megatron.core.sequences.token_layout import TokenLayout
 from megatron.core.ssm.chunks import Inputs
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.core_attention.exchanges import exchange_heads_for_tokens, exchange_tokens_for_heads
-
-
-class Exchange(NamedTuple):
-    """Bytes that context-parallel ranks could send for one layer, and the choice of the lesser."""
-
-    heads_bytes: float
-    """Of a rank, where tokens are exchanged for heads, and back."""
-    states_bytes: int
-    """Of a rank, where the changes of states are gathered, in float32."""
-    undivided: int | None
-    """A number of heads that the ranks do not divide."""
-
-    @classmethod
-    def weigh(cls, inputs: Inputs, ranks: int) -> Exchange:
-        """Count the bytes. inputs: [pieces x b, tokens, heads, ...] of one rank, on any device."""
-        tensors = [x for x in inputs if x is not None]
-        channels, (batch, _, heads, width) = inputs.key.shape[-1], inputs.value.shape
-        # The output comes back in the format of the values. A rank keeps one share of what it exchanges.
-        exchanged = sum(x.nbytes for x in [*tensors, inputs.value]) / ranks
-        undivided = next((x.shape[2] for x in tensors if x.shape[2] % ranks), None)
-        return cls(exchanged, 4 * batch * heads * channels * (width + channels), undivided)
-
-    @property
-    def moves_heads(self) -> bool:
-        """True where exchanging tokens for heads takes fewer bytes, and the heads divide."""
-        return self.undivided is None and self.heads_bytes < self.states_bytes
-
-    def describe(self) -> str:
-        """Return the choice and its reason, for the log."""
-        heads, states = (f"{count / 1e6:,.3g} MB" for count in (self.heads_bytes, self.states_bytes))
-        if self.undivided is not None:
-            return f"states handed over, {states} a layer (ranks do not divide {self.undivided} heads)"
-        if self.moves_heads:
-            return f"tokens exchanged for heads, {heads} a layer (states would be {states})"
-        return f"states handed over, {states} a layer (heads would be {heads})"
 
 
 class Pieces:
@@ -106,9 +72,9 @@ class Pieces:
         return torch.stack([padded[start : start + before + self._size] for start in starts])
 
     def moves_heads(self, inputs: Inputs) -> bool:
-        """Return True where ranks exchange tokens for heads, see `Exchange`. inputs: [pieces x b, tokens, heads, ...]
+        """Return True where ranks exchange tokens for heads. inputs: [pieces x b, tokens, heads, ...]
         of this rank."""
-        return self.is_divided and Exchange.weigh(inputs, self.group.size()).moves_heads
+        return self.is_divided and weigh_exchange(inputs, self.group.size()).moves_heads
 
     def take_heads(self, inputs: Inputs) -> Inputs:
         """Exchange [pieces x b, tokens, heads, ...] for [b, s, heads / cp, ...] of the whole sequence."""
@@ -191,6 +157,13 @@ class Pieces:
     def is_divided(self) -> bool:
         """True under context parallelism, where states are handed over."""
         return self._count > 1
+
+
+def weigh_exchange(inputs: Inputs, ranks: int) -> Exchange:
+    """Return what ranks would send. inputs: [pieces x b, tokens, heads, ...] of one rank, on any device."""
+    pieces, tokens = inputs.value.shape[:2]
+    found = [StateInput(x.shape[2], prod(x.shape[3:]), x.element_size()) for x in inputs if x is not None]
+    return Exchange.weigh(found, pieces * tokens, pieces, ranks)
 
 
 def describe_pieces(group: Group, x: Tensor, packed: PackedSeqParams | None) -> Pieces:
