@@ -223,6 +223,10 @@ def _keep_short(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept
     yield Kept("its gated output", section, is_factor=True, has_gradient=True)
 
 
+_WIDE_GRADIENT = 0.9
+"""More copies of values whose own gradient is in float32, too."""
+
+
 class _Slab(NamedTuple):
     """Float32 copies that backward of the chunks that are computed at once holds at its fullest moment, as counted on a
     device that counts memory (tests/unit/planner/test_memory_of_states.py)."""
@@ -247,7 +251,8 @@ class _Slab(NamedTuple):
             width += query.channels  # for the state before each piece
         heads, groups, key = max(1, value.heads // ranks), max(1, query.heads // ranks), query.channels
         at_once = min(count, PAIRS_AT_ONCE / (heads * CHUNK))
-        values = self.values + (exchange is not None and not exchange.moves_heads)  # a gradient in float32
+        is_wider = exchange is not None and not exchange.moves_heads
+        values = self.values + (_WIDE_GRADIENT if is_wider else 0.0)
         of_token = heads * (self.by_head * key + self.pairs * CHUNK + values * width) + self.keys * groups * key
         taken = 4 * at_once * (of_token + self.states * heads * key * width / CHUNK)
         # What is behind linear attention is freed before: its output, that behind its gate, what a state is added by.
@@ -261,6 +266,10 @@ def _take_for_mamba(config: Config, branch: Branch, tokens: Tokens) -> float:
 
 def _take_for_delta(config: Config, branch: Branch, tokens: Tokens) -> float:
     return _Slab(8.7, 8.0, 6.7, 11.5, 2.1).count_bytes(config, tokens, _list_delta_inputs(config))
+
+
+def _take_for_delta_2(config: Config, branch: Branch, tokens: Tokens) -> float:
+    return _Slab(4.1, 0.0, 6.5, 41.2, 1.8).count_bytes(config, tokens, _list_delta_2_inputs(config))
 
 
 def _take_for_kimi(config: Config, branch: Branch, tokens: Tokens) -> float:
@@ -277,7 +286,7 @@ GATED_DELTA_NET = BranchKind(
 )  # fmt: skip
 GATED_DELTA_NET_2 = BranchKind(
     "gated_delta_net_2", "", "self_attention", _count_delta_2, _keep_delta_2, _work_with_corrections, "per sequence",
-    list_delta_2_sections, _OF_DELTA, _list_delta_2_inputs, _take_for_delta,
+    list_delta_2_sections, _OF_DELTA, _list_delta_2_inputs, _take_for_delta_2,
 )  # fmt: skip
 KIMI_DELTA = BranchKind(
     "kimi_delta", "K", "self_attention", _count_kimi, _keep_kimi, _work_with_corrections, "per sequence",
