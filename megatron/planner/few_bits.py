@@ -102,7 +102,8 @@ def _list_products(model: TransformerConfig, branch: Branch, tokens: Tokens) -> 
             yield _Product(inputs, outputs, rows)
     elif branch.kind in ("attention", "parallel"):
         heads, groups = model.num_attention_heads, branch.options.query_groups or model.num_query_groups
-        yield _Product(hidden, (heads + 2 * max(groups, ranks)) * model.query_width / ranks, tokens.all)
+        gates = heads if model.attention_output_gate else 0
+        yield _Product(hidden, (heads + gates + 2 * max(groups, ranks)) * model.query_width / ranks, tokens.all)
         yield _Product(heads * model.value_width / ranks, hidden, tokens.all)
     elif branch.kind in ("latent_attention", "sparse_attention"):
         of_rank, to_keys = model.num_attention_heads / ranks, model.qk_head_dim + model.v_head_dim

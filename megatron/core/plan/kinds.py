@@ -163,9 +163,11 @@ def _keep_attention(config: Config, branch: Branch, tokens: Tokens) -> Iterator[
     ranks, heads, sharing = config.tensor_model_parallel_size, config.num_attention_heads, _find_sharing(config, branch)
     groups = max(_count_groups(config, branch), ranks)  # with fewer groups than ranks, each has one whole
     per_head = tokens.all * config.query_width * count_bytes(config) / ranks
-    packed, by_heads = per_head * (heads + 2 * groups), heads > _count_groups(config, branch)
-    # What attention reads instead of views of it leaves nothing to keep it for.
-    is_read = _recomputes_core(config) or not (sharing.exchangers > 1 or (sharing.gatherers > 1 and by_heads))
+    normed, gated = config.qk_layernorm or config.qk_l2_norm, config.attention_output_gate
+    packed, by_heads = per_head * (heads * (2 if gated else 1) + 2 * groups), heads > _count_groups(config, branch)
+    # What attention reads instead of views of it leaves nothing to keep it for, but for a norm or a gate.
+    is_apart = sharing.exchangers > 1 or (sharing.gatherers > 1 and by_heads)
+    is_read = _recomputes_core(config) or normed or gated or not is_apart
     name = "packed queries, keys, values"
     yield Kept(name, packed * is_read, place="core_attn", is_factor=True, has_gradient=True)
     if sharing.exchangers > 1:
@@ -174,14 +176,23 @@ def _keep_attention(config: Config, branch: Branch, tokens: Tokens) -> Iterator[
         copies = math.lcm(own, sharing.exchangers) // own
         exchanged = per_head * (heads + 2 * groups * copies)
         yield Kept("heads of all ranks' tokens", exchanged, "core_attn", is_factor=True, has_gradient=True)
-    # Queries of several heads lie between the keys of their groups; kernels want them without gaps.
-    elif by_heads:
+    # Queries of several heads lie between the keys of their groups; kernels and norms want them without gaps.
+    if by_heads and (sharing.exchangers == 1 or normed):
         yield Kept("queries by heads", per_head * heads, place="core_attn", has_gradient=not is_read)
+    if sharing.exchangers == 1 and (normed or gated or not config.apply_rope_fusion):
+        # Norms and gates read what else would be rotated in its place.
+        turned = (heads if normed or not by_heads else 0) + (groups if sharing.gatherers == 1 else 0)
+        yield Kept("rotated queries and keys", per_head * turned, place="core_attn")
     if sharing.gatherers > 1:
         gathered = per_head * 2 * groups * sharing.gatherers
         yield Kept("all ranks' keys and values", gathered, "core_attn", has_gradient=True)
     yield from _keep_scores(config, tokens)
     yield from _keep_output(config, tokens, sharing)
+    if gated:
+        width = count_bytes(config)
+        of_heads = tokens.all * heads * config.value_width / ranks
+        yield Kept("its gate in float32", of_heads * 4)
+        yield Kept("the gate as it multiplies, and the product", of_heads * (2 * width if width < 4 else width))
 
 
 def _keep_latent_attention(config: Config, branch: Branch, tokens: Tokens, *, hides: bool = False) -> Iterator[Kept]:
@@ -361,6 +372,8 @@ def _keep_experts(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Ke
     shared = config.moe_shared_expert_intermediate_size
     if shared is not None:
         yield Kept("the shared expert", tokens.all * shared * width / ranks * (sides + 1), "shared_experts")
+    if config.moe_shared_expert_gate:
+        yield Kept("its output, which a gate multiplies", tokens.own * config.hidden_size * width, "shared_experts")
 
 
 _KINDS: dict[str, BranchKind] = {
