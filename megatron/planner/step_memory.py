@@ -296,7 +296,6 @@ def _count_fetched(model: TransformerConfig, layers: Sequence[Sequence[Sequence[
     """Bytes of each branch of each layer that are back from the host when its backward begins: those of the part that
     is read first, and of the parts that backward comes to next."""
     on_host, parts = model.cpu_offloading_num_layers or 0, find_recomputed_parts(model)
-    moved = set(model.offload_modules) if model.fine_grained_activation_offloading else set()
     groups = list[float]()
     begun: list[list[tuple[int, bool]]] = []  # of each branch the groups up to its end, and whether it reads the last
     for index, branches in enumerate(layers):
@@ -306,8 +305,8 @@ def _count_fetched(model: TransformerConfig, layers: Sequence[Sequence[Sequence[
         for rows in branches:
             own: dict[str, float] = {}
             for row in rows:
-                if index >= on_host and row.place in moved and row.part not in parts:
-                    own[row.place or ""] = own.get(row.place or "", 0.0) + row.bytes * model.activation_offload_fraction
+                if index >= on_host and row.part not in parts and (share := _find_moved_share(model, row)):
+                    own[row.place or ""] = own.get(row.place or "", 0.0) + row.bytes * share
             groups += own.values()
             begun[-1].append((len(groups), index < on_host or any(place in _READ_FIRST for place in own)))
     return [
@@ -327,10 +326,15 @@ def _find_chunk(model: TransformerConfig, workload: Workload) -> float:
 def _leave_out(model: TransformerConfig, rows: Sequence[Kept]) -> Iterator[Kept]:
     """The rows, of which nothing is left where selective recomputation leaves one out, less what waits on the host."""
     parts = find_recomputed_parts(model)
-    moved = set(model.offload_modules) if model.fine_grained_activation_offloading else set()
     for row in rows:
-        share = model.activation_offload_fraction if row.place in moved else 0.0
-        yield row._replace(bytes=0.0 if row.part in parts else row.bytes * (1 - share))
+        yield row._replace(bytes=0.0 if row.part in parts else row.bytes * (1 - _find_moved_share(model, row)))
+
+
+def _find_moved_share(model: TransformerConfig, row: Kept) -> float:
+    """The share of a row that waits on the host: none of what is too small for a copy."""
+    is_moved = model.fine_grained_activation_offloading and row.place in model.offload_modules
+    elements = row.bytes / count_bytes(model)
+    return model.activation_offload_fraction if is_moved and elements >= model.min_offloaded_tensor_size else 0.0
 
 
 def _count_restored(model: TransformerConfig, rows: Sequence[Kept]) -> float:

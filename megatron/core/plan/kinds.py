@@ -215,14 +215,15 @@ def _keep_latent_attention(config: Config, branch: Branch, tokens: Tokens, *, hi
         ("queries", queries, filled - queries, True), ("keys", queries - positions, 0, True),
         ("their positions", positions, filled - queries, False), ("values", values, filled - values, True),
     ):  # fmt: skip
-        part = None if more > 0 else "mla_up_proj"
-        yield Kept(name, per_channel * channels, part, "core_attn", is_factor=is_factor, has_gradient=True)
-        yield Kept(f"what {name} are filled up with", per_channel * max(0, more), None, "core_attn", has_gradient=True)
+        # A copy that is filled up is the kernel's, and is neither left out nor moved with its operand.
+        part, place = (None, None) if more > 0 else ("mla_up_proj", "core_attn")
+        yield Kept(name, per_channel * channels, part, place, is_factor=is_factor, has_gradient=True)
+        yield Kept(f"what {name} are filled up with", per_channel * max(0, more), has_gradient=True)
     if sharing.gatherers > 1:
         others = per_channel * (queries + values) * (sharing.gatherers - 1)
         yield Kept("other ranks' keys and values", others, "core_attn", has_gradient=True)
     if fills_up and queries != values:
-        yield Kept("the kernel's own output", per_channel * filled, place="core_attn")
+        yield Kept("the kernel's own output", per_channel * filled)
     yield from _keep_scores(config, tokens)
     yield from _keep_output(config, tokens, sharing)
 
