@@ -58,7 +58,7 @@ def count_product_temporaries(
         if branch.kind == "experts" and model.moe_grouped_gemm and model.bf16 and not replicas.grad_reduce_in_fp32:
             # Only to sums in float32 are those of all experts added by the kernel that makes them.
             first, _ = _list_products(model, branch, tokens)
-            taken = 2 * first.inputs * first.outputs * model.num_moe_experts / model.expert_model_parallel_size
+            taken = 2 * first.inputs * first.outputs * (model.num_moe_experts or 0) / model.expert_model_parallel_size
             return taken, taken
         return 0.0, 0.0
     found = [_count(model, product) for product in _list_products(model, branch, tokens)]

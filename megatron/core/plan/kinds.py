@@ -233,7 +233,8 @@ def _keep_sparse_attention(config: Config, branch: Branch, tokens: Tokens) -> It
     # How long a sequence is is not known here: a microbatch is taken for one.
     keys, chooses = tokens.all * config.context_parallel_size, branch.options.chooser is None
     if keys > count and config.gathers_chosen_keys(keys):
-        yield from (row for row in _keep_latent_attention(config, branch, tokens) if row.place != "core_attn")
+        of_latent = _keep_latent_attention(config, branch, tokens, hides=True)
+        yield from (row for row in of_latent if row.place != "core_attn")
         per_channel = tokens.all * count_bytes(config) / config.tensor_model_parallel_size * config.num_attention_heads
         wide = config.kv_lora_rank + config.qk_pos_emb_head_dim
         yield Kept("queries", per_channel * config.query_width, place="core_attn", is_factor=True, has_gradient=True)
