@@ -26,6 +26,7 @@ STYLES = {
     "latent": f"{ROPE} --multi-latent-attention --kv-lora-rank 6 --qk-head-dim 6 --qk-pos-emb-head-dim 4 "
     "--v-head-dim 5",
     "experts": f"{ROPE} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24",
+    "streams": f"{ROPE} --enable-hyper-connections --num-residual-streams 2",
     "hybrid": f"{ROPE} --num-layers 4 --hybrid-layer-pattern M-K* --mamba-num-heads 4 --mamba-head-dim 4 "
     "--mamba-num-groups 2 --mamba-state-dim 5 --linear-num-key-heads 2 --linear-num-value-heads 2 "
     "--linear-key-head-dim 4 --linear-value-head-dim 4",
