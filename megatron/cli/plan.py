@@ -22,7 +22,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron.cli.plan_script import SCRIPTS, write_script
-from megatron.cli.plan_search import Judge, Layout, Search, find_smallest_fit, to_json
+from megatron.cli.plan_search import LARGEST_JOB, Judge, Layout, Search, find_smallest_fit, to_json
 from megatron.core.errors import ConfigError, command_line, format_bytes, say
 from megatron.core.paths import write_atomically
 from megatron.planner.devices import Device, find_device, read_device
@@ -222,7 +222,9 @@ def describe_no_fit(tried: Sequence[Layout], judge: Judge, flags: Sequence[str])
         f"{', ' + nearest.recompute + ' recomputation' if nearest.recompute else ''}: {nearest.why}"
     ]
     smallest = find_smallest_fit(judge.device, judge.gpus, flags)
-    if smallest is not None:
+    if smallest is None:
+        lines.append(f"nor would it fit more of them, up to {LARGEST_JOB:,}; take a device with more memory")
+    else:
         processes = smallest.tp * smallest.pp * smallest.cp * smallest.dp
         lines.append(f"it would fit {processes} of them, with {smallest.name}: {' '.join(smallest.flags)}")
     return "\n".join(lines)

@@ -316,11 +316,15 @@ def compare(layout: Layout, best: Layout) -> str:
     return f"{slower:.1%} slower than {best.name}{more}"
 
 
-def find_smallest_fit(device: Device, gpus: int, flags: Sequence[str], most: int = 1 << 16) -> Layout | None:
+LARGEST_JOB = 1 << 16
+"""Devices up to which a fit is looked for."""
+
+
+def find_smallest_fit(device: Device, gpus: int, flags: Sequence[str]) -> Layout | None:
     """The layout with the fewest processes that fits this model, of numbers that are doubled from so many and then of
     sixteenths between the last two, in whole nodes; None where none does."""
     found = None
-    while found is None and (gpus := 2 * gpus) <= most:
+    while found is None and (gpus := 2 * gpus) <= LARGEST_JOB:
         found = _find_fit(device, gpus, flags)
     node = int(device.devices_per_node)
     between = range(gpus // 2 + max(1, gpus // 16), gpus, max(1, gpus // 16)) if found is not None else ()

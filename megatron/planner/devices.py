@@ -135,7 +135,10 @@ def read_device(path: Path) -> Device:
         raise ConfigError(f"--gpu-file {path} holds a {type(found).__name__}; it must hold an object with fields")
     known = {field.name: field for field in dataclasses.fields(Device)}
     given = {name: value for name, value in found.items() if name not in ("like", "measured", "unsteady")}
-    base = dataclasses.asdict(find_device(str(found["like"]))) if "like" in found else {}
+    like = str(found.get("like", "")).lower()
+    if "like" in found and like not in DEVICES:
+        raise ConfigError(f"--gpu-file {path}: like is {found['like']!r}; it must be one of {', '.join(DEVICES)}")
+    base = dataclasses.asdict(DEVICES[like]) if like else {}
     base |= given
     strange = sorted(base.keys() - known.keys())
     missing = sorted(name for name, field in known.items() if field.default is dataclasses.MISSING and name not in base)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks.planned_runs import RECOMMENDED, RUNS, judge_recommended, judge_scaled
-from megatron.cli import plan, probe
+from megatron.cli import plan, plan_search, probe
 from megatron.cli.plan_search import Judge, Layout
 from megatron.planner.devices import DEVICES, Device, find_device
 from megatron.planner.links import Link
@@ -95,6 +95,9 @@ def test_a_model_that_fits_nowhere_says_where_it_would(
     gpus = int(said.split("it would fit ")[1].split()[0])
     flags = said.split("it would fit ")[1].split(": ", 1)[1].split("\n")[0]
     assert gpus > 2 and Judge(gpus, plan.read_device(small)).judge(flags.split()).fits
+    monkeypatch.setattr(plan_search, "LARGEST_JOB", 2)
+    find_layouts(monkeypatch, tmp_path, text, code=1)
+    assert "nor would it fit more of them" in capsys.readouterr().out
 
 
 def test_one_layout_is_explained_and_an_illegal_one_has_its_arithmetic(
@@ -165,7 +168,7 @@ def test_bad_input_is_a_sentence(
 
 
 @pytest.mark.parametrize(
-    "change", [{"memory_bytes": -1}, {"link_bandwidth": "fast"}, {"colour": 1}, {"peak_flops": None}]
+    "change", [{"memory_bytes": -1}, {"link_bandwidth": "fast"}, {"colour": 1}, {"peak_flops": None}, {"like": "h1000"}]
 )
 def test_a_row_that_cannot_be_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     row = dataclasses.asdict(find_device("h100")) | change
