@@ -46,6 +46,7 @@ BASES = (
     "--dsa-indexer-topk 4",
     "--use-mup --mup-base-hidden-size 32",
     "--parallel-residual",
+    "--enable-hyper-connections --mhc-init-gating-factor 2 --mhc-sinkhorn-iterations 1",
     "--hybrid-layer-pattern L*",
     "--use-mup",
     "--multi-latent-attention --qk-layernorm --position-embedding-type rope --normalization RMSNorm --kv-lora-rank 16 "
