@@ -308,6 +308,8 @@ def sites_train_by_themselves(run: RunGroups) -> Iterator[str]:
             f"{run.say('diloco_address')} names {len(addresses)} nodes, which do not divide the {run.site_size} "
             "processes of a site equally; give one address for each node of the first site"
         )
+    if sites.data_site and len(run.data.data_path or ()) != 1:
+        yield f"{run.say('data_site')} is in place of the one prefix of --data-path; give that, without a blend"
     if run.ddp.use_torch_fsdp2:
         yield f"{several} cannot be combined with {sharding_flag(run)}; use --use-distributed-optimizer"
     if run.model.hybrid_context_parallel:

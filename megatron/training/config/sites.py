@@ -31,6 +31,9 @@ class SitesConfig(CheckedConfig):
     commas. The ranks of a node use as many ports, from the given one on."""
     diloco_key_file: PathText | None = flag(None, kind="layout", needs=(_SITES, _SEPARATE))
     """File with the key, the same at all sites, that every message between them is signed with."""
+    data_site: list[str] = flag(default_factory=list, nargs="+", kind="layout", metavar="SITE:PREFIX", needs=_SITES)
+    """Prefix of the copy of the dataset that a site has, in place of that of --data-path, as 1:/near/text_document:
+    each site reads what is near it. The copies must be equal."""
     diloco_inner_steps: int = flag(
         30, minimum=1, unit="iterations", aliases=("--diloco-sync-interval",),
         needs=_SITES,
@@ -58,6 +61,11 @@ class SitesConfig(CheckedConfig):
         """Sites among which the ranks of this job are divided."""
         return self.diloco_replicas if self.datacenter_id is None else 1
 
+    def read_data_sites(self) -> list[tuple[int, str]]:
+        """(site, prefix) of --data-site; site -1 for what has another form."""
+        parted = (text.partition(":") for text in self.data_site)
+        return [(int(site) if site.isdecimal() and prefix else -1, prefix) for site, _, prefix in parted]
+
     def problems(self) -> Iterator[str]:
         """Parts of an interval, and of the sites."""
         steps, parts, sites = self.diloco_inner_steps, self.diloco_fragments, self.diloco_replicas
@@ -73,6 +81,12 @@ class SitesConfig(CheckedConfig):
             )
         if self.diloco_min_replicas > sites:
             yield f"{self.say('diloco_min_replicas')} is more than {self.say('diloco_replicas')}; use at most {sites}"
+        numbers = [number for number, _ in self.read_data_sites()]
+        if sites > 1 and (not all(0 <= n < sites for n in numbers) or len(set(numbers)) < len(numbers)):
+            yield (
+                f"{self.say('data_site')} is not SITE:PREFIX for different sites; give the number of a site, 0 to "
+                f"{sites - 1}, a colon, and the prefix of its dataset"
+            )
         if self.datacenter_id is None:
             return
         if self.datacenter_id >= sites:

@@ -28,7 +28,7 @@ from megatron.training.config.sites import SitesConfig, split_addresses
 from megatron.training.launch.launch import Launch
 
 _LEAST_KEY_BYTES = 16
-_OF_ONE_SITE = ("datacenter_id", "diloco_address", "diloco_key_file", "diloco_timeout_seconds")
+_OF_ONE_SITE = ("datacenter_id", "data_site", "diloco_address", "diloco_key_file", "diloco_timeout_seconds")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +48,7 @@ def take_site(config: RunConfig, launch: Launch) -> Launch:
     """
     sites = config.sites.sites_of_job
     if sites == 1:
+        _use_near_data(config)
         return launch
     if launch.world_size != config.world_size:
         raise ConfigError(
@@ -59,12 +60,19 @@ def take_site(config: RunConfig, launch: Launch) -> Launch:
     # The object itself: the recipe and the hooks have it already.
     object.__setattr__(config, "world_size", size)
     config.sites.datacenter_id = site
+    _use_near_data(config)
     if site > 0:
         _use_own_directories(config, site)
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for the rest of the process
     rank = launch.rank % size
     leads_host = launch.is_first_of_host or rank == 0
     return dataclasses.replace(launch, rank=rank, world_size=size, leads_host=leads_host, whole=launch)
+
+
+def _use_near_data(config: RunConfig) -> None:
+    for site, prefix in config.sites.read_data_sites():
+        if site == config.sites.datacenter_id:
+            config.data.data_path = [prefix]
 
 
 def _use_own_directories(config: RunConfig, site: int) -> None:

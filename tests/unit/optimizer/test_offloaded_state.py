@@ -210,7 +210,7 @@ def test_the_plan_of_a_step_leaves_out_what_is_on_the_host() -> None:
     assert plain.state - offloaded.state == pytest.approx(0.5 * 8 * plain.parameters / 2)
     # Of layers that are recomputed whole their inputs are all that waits; that of the one in backward is back.
     whole = "--num-layers 4 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    offloading = "--fine-grained-activation-offloading --offload-modules attn_norm"
+    offloading = "--fine-grained-activation-offloading --offload-modules attn_norm --min-offloaded-tensor-size 1"
     config = run_config(whole)
     inputs = config.training.micro_batch_size * config.model.hidden_size * describe_workload(config).seq_length * 4
     saved = predict(whole).activations - predict(f"{whole} {offloading}").activations
