@@ -21,6 +21,7 @@ from megatron.core.paths import explain_no_directory
 from megatron.core.setting import FieldKind
 from megatron.core.transformer.config_fields.architecture import ArchitectureFields
 from megatron.core.transformer.config_fields.attention import AttentionFields
+from megatron.core.transformer.config_fields.hyper_connections import HyperConnectionFields
 from megatron.core.transformer.config_fields.latent_attention import LatentAttentionFields
 from megatron.core.transformer.config_fields.moe import MoEFields
 from megatron.core.transformer.config_fields.mtp import MTPFields
@@ -49,7 +50,7 @@ _DOCUMENT, _TENSORS = "config.json", "tensors.json"
 # Classes whose fields say what the model is.
 _MODEL = (
     ArchitectureFields, AttentionFields, LatentAttentionFields, SparseAttentionFields, StateMixerFields, PositionFields,
-    MoEFields, MTPFields, MuPFields, GPTModelFlags,
+    HyperConnectionFields, MoEFields, MTPFields, MuPFields, GPTModelFlags,
 )  # fmt: skip
 # Names code to run, which is for a user's own command line to say.
 _NEVER = "spec"
