@@ -142,6 +142,10 @@ class ConfigKey:
     """No model has null here; nor where the flag's absence means another value."""
 
 
+Setting = ConfigKey
+"""Its name in files of families that are older."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """The models of one class of Hugging Face transformers; see the head of this file."""
