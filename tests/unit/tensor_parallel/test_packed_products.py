@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.packed_products import OrderedCopies, pack_we
 from tests.support.gpt_models import build_model
 from tests.unit.inference.crossings import LONGEST, assert_as_alone, draw_requests
 
-FLAGS = """--position-embedding-type rope --swiglu --hidden-size 256 --num-attention-heads 4 --init-method-std 0.1
+FLAGS = """--position-embedding-type rope --swiglu --hidden-size 256 --num-attention-heads 4 --init-method-std 0.05
     --max-position-embeddings 64 --seq-length 64"""
 
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 256 --disable-bias-linear"
@@ -47,9 +47,10 @@ def test_numbers_are_those_of_the_weights_as_they_are(
 
     check()
     assert sum({single for _, single in each.held} == {True, False} for each in copies) >= 8, "single rows and several"
+    torch.manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+            parameter.add_(torch.randn_like(parameter), alpha=0.005)
     check()
     ids = torch.arange(6).unsqueeze(0)
     model.train()(ids, ids, labels=ids).mean().backward()
