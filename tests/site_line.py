@@ -2,7 +2,7 @@
 """DiLoCo against synchronous data parallelism: two sites of two processes each, and a slow line between them.
 
     python -m tests.site_line                            # bytes that cross, and speed, over an emulated line (root)
-    python -m tests.site_line --quickstart quickstart    # losses on the corpus of examples/quickstart.sh
+    python -m tests.site_line --quickstart quickstart --diloco-outer-lr 1    # losses on the corpus of the quickstart
 
 The line has 100 Mbit/s and 100 ms there and back; each site is a host of its own (emulated_network.py). Both ways train
 the model of the quickstart. Synchronous training has gradients summed inside of a site first, so that one sum crosses.
@@ -128,12 +128,20 @@ def compare_over_a_line(every: int, form: str) -> None:
     print(f"waiting at an exchange: {lines.waiting_seconds:.2f} s by the formula; measured {waited:.2f} s")
 
 
-def compare_losses(quickstart: Path, every: int, form: str, steps: int) -> None:
+def compare_losses(quickstart: Path, every: int, form: str, steps: int, outer: Sequence[str]) -> None:
     """Print the loss of both ways at the end, the mean over the last tenth of the steps."""
     data: list[object] = ["--data-path", quickstart / "stdlib_text_document", "--split", "95,5,0", "--tokenizer-type"]
     data += ["HuggingFaceTokenizer", "--tokenizer-model", quickstart / "tokenizer", "--train-iters", steps]
     data += ["--lr-decay-style", "cosine", "--lr-warmup-iters", steps // 10, "--log-interval", 1, "--weight-decay", 0.1]
-    sites: list[object] = ["--diloco-replicas", 2, "--diloco-inner-steps", every, "--diloco-exchange-dtype", form]
+    sites: list[object] = [
+        "--diloco-replicas",
+        2,
+        "--diloco-inner-steps",
+        every,
+        "--diloco-exchange-dtype",
+        form,
+        *outer,
+    ]
     ways: list[tuple[str, list[object]]] = [("synchronous", [SYNCHRONOUS[0]]), ("DiLoCo", sites)]
     losses = {}
     with tempfile.TemporaryDirectory() as directory:
@@ -157,11 +165,11 @@ def main() -> None:
     parser.add_argument("--form", choices=("fp32", "bf16", "int8", "e3m0"), default="fp32")
     parser.add_argument("--quickstart", type=Path, help="directory of the quickstart: compare losses on its corpus")
     parser.add_argument("--steps", type=int, default=300)
-    asked = parser.parse_args()
+    asked, outer = parser.parse_known_args()
     if asked.quickstart is None:
         compare_over_a_line(asked.every, asked.form)
     else:
-        compare_losses(asked.quickstart, asked.every, asked.form, asked.steps)
+        compare_losses(asked.quickstart, asked.every, asked.form, asked.steps, outer)
 
 
 if __name__ == "__main__":
