@@ -119,14 +119,7 @@ class Pipeline:
     def tables(self, microbatches: int) -> list[list[Action]]:
         """The actions of every rank in a training step: rank -> its actions in order. Raises ConfigError where the
         schedule does not exist for so many microbatches."""
-        return build_tables(
-            self.schedule,
-            self.shape,
-            microbatches,
-            self.group_size,
-            side_by_side=self.side_by_side,
-            delays_weights=self.delays_weights,
-        )
+        return [list(table) for table in _build(self, microbatches)]
 
     def defers_head(self, rank: int) -> bool:
         """Return whether this rank has the output layer and computes its weight gradient later than the others."""
@@ -142,6 +135,19 @@ class Pipeline:
         if self.schedule != "interleaved":
             return None
         return interleaved_problem(self.shape.stages, microbatches, self.group_size or self.shape.stages)
+
+
+@functools.lru_cache(maxsize=16)
+def _build(pipeline: Pipeline, microbatches: int) -> list[list[Action]]:
+    """Their tables; whoever compares layouts asks for the same ones many times."""
+    return build_tables(
+        pipeline.schedule,
+        pipeline.shape,
+        microbatches,
+        pipeline.group_size,
+        side_by_side=pipeline.side_by_side,
+        delays_weights=pipeline.delays_weights,
+    )
 
 
 @functools.lru_cache(maxsize=16)

@@ -79,6 +79,9 @@ def simulate(
     """Play the tables of all ranks. costs: of every chunk, or of each virtual stage in order. Raises Deadlock when all
     that are not done wait for each other."""
     of_stage = [costs] * shape.count if isinstance(costs, Costs) else costs
+    holders = [shape.holder(stage)[0] for stage in range(shape.count)]
+    # Ranks that may wait for what a stage has done.
+    near = [{*holders[max(0, stage - 1) : stage], *holders[stage + 1 : stage + 2]} for stage in range(shape.count)]
     done: dict[tuple[str, int, int], float] = {}
     clocks = [0.0] * shape.stages
     positions = [0] * shape.stages
@@ -87,12 +90,12 @@ def simulate(
     while waiting:
         rank = waiting.pop()
         # As far as it gets: what an action waits for, and so when it begins, does not depend on who is asked first.
-        while beside := _next_events(rank, tables, positions, clocks, done, shape, of_stage):
+        while beside := _next_events(rank, tables, positions, clocks, done, shape, of_stage, holders):
             for _, action, _, end in beside:
                 stage = shape.index(rank, action.chunk)
                 done[action.kind, action.microbatch, stage] = clocks[rank] = end
                 positions[rank] += 1
-                waiting |= {shape.holder(near)[0] for near in (stage - 1, stage + 1) if 0 <= near < shape.count}
+                waiting |= near[stage]
             events += beside
         waiting.discard(rank)
     left = [
@@ -145,9 +148,10 @@ def _next_events(
     done: dict[tuple[str, int, int], float],
     shape: VirtualStages,
     of_stage: Sequence[Costs],
+    holders: Sequence[int],
 ) -> list[Event]:
     """The rank's next action, and those at its side, with their times; nothing when it has none or their input is not
-    there."""
+    there. holders: rank of each virtual stage."""
     position = positions[rank]
     if position == len(tables[rank]):
         return []
@@ -162,15 +166,17 @@ def _next_events(
             ready_at = done.get(need)
             if ready_at is None:
                 return []
-            is_near = need[2] == stage or shape.holder(need[2])[0] == rank
-            start = max(start, ready_at if is_near else ready_at + costs.transfer)
+            if holders[need[2]] != rank:
+                ready_at += costs.transfer
+            if ready_at > start:
+                start = ready_at
         return [Event(rank, action, start, start + costs.duration(action))]
     within = {(action.kind, action.microbatch, shape.index(rank, action.chunk)) for action in actions}
     for need in [need for action in actions for need in needs(action, rank, shape) if _comes_before(need, within)]:
         if need not in done:
             return []
         # Between two chunks of one rank, such as at the turn of a V, nothing travels.
-        travels = shape.holder(need[2])[0] != rank
+        travels = holders[need[2]] != rank
         start = max(start, done[need] + of_stage[shape.index(rank, actions[0].chunk)].transfer * travels)
     end = start + sum(of_stage[shape.index(rank, action.chunk)].duration(action) for action in actions)
     return [Event(rank, action, start, end) for action in actions]
