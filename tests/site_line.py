@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.core.errors import format_bytes
+from megatron.core.many_sites.formats import BLOCK, count_bytes
 from megatron.planner.many_sites import SiteLines
 from tests.emulated_network import EmulatedNetwork, Link
 from tests.programs import ROOT, Program
@@ -99,7 +100,8 @@ def measure(network: EmulatedNetwork, root: Path, every: int, until: int, flags:
 
 def compare_over_a_line(every: int, form: str) -> None:
     """Print both ways' steps and bytes, and the waiting against the formula."""
-    link = Link(delay_seconds=0.05, bytes_per_second=100e6 / 8)
+    rate = 100e6
+    link = Link(delay_seconds=0.05, bytes_per_second=rate / 8)
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         key = root / "key"
@@ -123,8 +125,8 @@ def compare_over_a_line(every: int, form: str) -> None:
     for name, found in (("synchronous", exact), ("DiLoCo", ours), ("DiLoCo without the line's limits", quick)):
         print(f"  {name:33} {found.seconds:8.3f} s   {format_bytes(int(found.sent))}")
     print(f"bytes: {exact.sent / ours.sent:.1f} times fewer; speed: {exact.seconds / ours.seconds:.2f} times")
-    bits = {"fp32": 32.0, "bf16": 16.0, "int8": 8.125, "e3m0": 4.125}[form]
-    lines = SiteLines(2, parameters, 100e6, 0.05, quick.seconds, every, bits)
+    bits = 8 * count_bytes(BLOCK, form) / BLOCK
+    lines = SiteLines(2, parameters, rate, link.delay_seconds, quick.seconds, every, bits)
     print(f"waiting at an exchange: {lines.waiting_seconds:.2f} s by the formula; measured {waited:.2f} s")
 
 

@@ -172,7 +172,8 @@ def build_engine(arguments: argparse.Namespace, trained: TrainedModel) -> tuple[
 
 
 def build_drafter(arguments: argparse.Namespace, trained: TrainedModel, longest: int) -> Drafter | None:
-    """What drafts tokens of texts that have at most `longest`; None where nothing does."""
+    """Build the drafter of tokens, for texts that have at most `longest`; None where nothing drafts. Raises ConfigError
+    for a draft model of other tokens or of fewer positions."""
     from megatron.core.inference.speculation import ModelDrafter, PredictionDrafter, PromptLookup
     from megatron.core.tensor_parallel.packed_products import pack_weights
     from megatron.training.checkpoint.trained_model import load_trained_model

@@ -31,7 +31,7 @@ class SiteLines:
     inner_steps: int
     """H: steps between two exchanges of the same weights."""
     bits: float = 32.0
-    """Of a value: 32, 16, 8.125 (int8 with its scales) or 4.125 (e3m0)."""
+    """Of a value, with its part of the scales: formats.py counts them."""
     fragments: int = 1
     overlap_steps: int = 0
 

@@ -330,8 +330,8 @@ class _Clock:
         return 0.0
 
     def _exchange_context(self, branch: Branch, attention: float) -> float:
-        """What attention needs of other context-parallel ranks: their keys and values, less what attention to the ranks
-        before hides, or their tokens of some heads."""
+        """Time to get what attention needs of other context-parallel ranks: their keys and values, less what attention
+        to the ranks before hides, or their tokens of some heads."""
         model, ranks = self.model, self.cp.size
         groups = max(1.0, model.num_query_groups / self.tp_size)
         block = 2 * self.tokens.all * groups * model.query_width * self.width

@@ -62,7 +62,7 @@ class Streams(NamedTuple):
 
 
 class HyperConnection(MegatronModule):
-    """What one branch reads of the residual streams, and how it mixes them."""
+    """Mixture of the residual streams that one branch reads, and of those that it leaves behind."""
 
     dtype = torch.float32
     offset = _TINY
@@ -150,7 +150,7 @@ class HyperConnectedBranch(ResidualBranch):
 
     @property
     def connection(self) -> HyperConnection:
-        """What it reads of the streams, a part of its layer."""
+        """Its mixture of the streams, a part of its layer."""
         found: HyperConnection = self.parts[name_connection(self.name)]
         return found
 

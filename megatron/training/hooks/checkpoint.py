@@ -187,8 +187,11 @@ class CheckpointHook(Hook):
             if (outcome := self._await_together(run)) is not None:
                 self._note_saved(run, outcome.check(), outcome)
         if self._non_persistent is not None and self.settings.non_persistent_ckpt_type == "in_memory":
-            # Nobody needs them any more, and they take memory.
-            remove_others(find_rank_directory(self._non_persistent.root, run.groups.world.rank()), ())
+            # All is saved for good: they only take memory.
+            try:
+                remove_others(find_rank_directory(self._non_persistent.root, run.groups.world.rank()), ())
+            except StorageError as error:
+                report_error(StorageError(f"{error}; the run is complete, and they take memory until they are removed"))
 
     def on_error(self, run: Run, error: Exception) -> None:
         """Save the last iteration that was completed, if the ranks that are left hold all of it and all of it is good;

@@ -126,7 +126,7 @@ def describe_times(times: Sequence[RankTimes], flops_per_second: float, largest:
             listed = ", ".join(f"{rates[rank]:.2f}/{rank}" for rank in ranks[:largest])
             lines.append(f"^^^^ {name:6} {largest} Ranks with {what} Etpt(TF): {listed}")
     work = ", ".join(_describe_phase(phase, times) for phase in OWN_WORK)
-    rest = f"{_describe_phase(REST, times)}, waiting included, {_describe_phase(QUEUE, times)} of it for a processor"
+    rest = f"{_describe_phase(REST, times)}, waiting included, of which {_describe_phase(QUEUE, times)}"
     return [*lines, f"own work in an iteration, median and slowest rank: {work}; {rest}"]
 
 

@@ -9,9 +9,9 @@ the way (device.py), so that nobody waits for the device before the times are re
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import os
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megatron.training.data.loading import Batch
 
 DATA, FORWARD, BACKWARD, OPTIMIZER = OWN_WORK = ("data", "forward", "backward", "optimizer")
-REST, QUEUE = "communication", "queue"
+REST, QUEUE = "communication", "processor wait"
 PHASES = (*OWN_WORK, REST, QUEUE)
 """Of an iteration; QUEUE is the part of REST in which the process could have computed, but had no processor."""
 
@@ -51,15 +51,20 @@ class ProcessorQueue:
     """The time that the thread which makes this has waited for a processor, as Linux counts it; 0 elsewhere."""
 
     def __init__(self) -> None:
-        self._file: int | None = None
-        if sys.platform == "linux":
-            with contextlib.suppress(OSError):  # a kernel that does not count
-                self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        self._seconds = 0.0
+        self._file: io.FileIO | None = None
+        # Other systems have no such file, and kernels that do not count neither.
+        with contextlib.suppress(OSError):
+            self._file = io.FileIO("/proc/thread-self/schedstat")
 
     def read_seconds(self) -> float:
         """The seconds so far."""
-        # Nanoseconds on a processor, nanoseconds in the queue for one, times that it was given one.
-        return 0.0 if self._file is None else 1e-9 * int(os.pread(self._file, 64, 0).split()[1])
+        if self._file is not None:
+            # A thread that has ended is counted no further; a report must not end the run for it.
+            with contextlib.suppress(OSError):
+                # Nanoseconds on a processor, nanoseconds in the queue for one, times that it was given one.
+                self._seconds = 1e-9 * int(os.pread(self._file.fileno(), 64, 0).split()[1])
+        return self._seconds
 
 
 class WorkClock:

@@ -11,17 +11,20 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.training.config.reliability import ReliabilityConfig
+from megatron.training.hooks import work_clock
 from megatron.training.hooks.stragglers import RankTimes, StragglerHook, describe_times, find_slow_ranks, find_suspects
-from megatron.training.hooks.work_clock import OWN_WORK, PhaseTime, ProcessorQueue, _summarise
+from megatron.training.hooks.work_clock import OWN_WORK, QUEUE, PhaseTime, ProcessorQueue, WorkClock, _summarise
 from tests.functional.pretrain_runs import ROOT, TINY, environment, finish, free_port, metrics, run, run_ranks
 from tests.programs import Program
 
-_USUAL = {"data": 1.0, "forward": 10.0, "backward": 20.0, "optimizer": 4.0, "communication": 5.0, "queue": 0.0}
+_USUAL = {"data": 1.0, "forward": 10.0, "backward": 20.0, "optimizer": 4.0, "communication": 5.0, QUEUE: 0.0}
 
 
 def _times(factor: float = 1.0, *, stage: int = 0, **phases: float | PhaseTime) -> RankTimes:
@@ -61,7 +64,7 @@ def test_lines_of_the_report() -> None:
         "own work in an iteration, median and slowest rank: data 1.00 and 2.00 ms (rank 2), forward 12.50 and 20.00 ms "
         "(rank 1), backward 20.00 and 20.00 ms (rank 0), optimizer 4.00 and 4.00 ms (rank 0); "
         "communication 5.00 and 5.00 ms (rank 0), waiting included, "
-        "queue 0.00 and 0.00 ms (rank 0) of it for a processor"
+        "of which processor wait 0.00 and 0.00 ms (rank 0)"
     )
 
 
@@ -94,9 +97,38 @@ def test_noise_of_a_busy_machine_and_stages_with_more_work_accuse_nobody(
     stages = [_times(stage=stage, forward=10.0 * (1 + stage)) for stage in (0, 0, 1, 1)]
     assert find_suspects(stages) == []
     # Processes that fetch data wait for processors, too; the forward pass has its time without such waits.
-    busy = [_times(data=30.0 if rank == 1 else 6.0, queue=30.0) for rank in range(3)]
+    busy = [_times(data=30.0 if rank == 1 else 6.0, **{QUEUE: 30.0}) for rank in range(3)]
     assert find_suspects(busy) == []
-    assert [found.rank for found in find_suspects([_times(), _times(forward=30.0, queue=30.0), _times()])] == [1]
+    assert [found.rank for found in find_suspects([_times(), _times(forward=30.0, **{QUEUE: 30.0}), _times()])] == [1]
+
+
+def test_work_is_timed_without_waits_for_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, queued = [100.0], [0.0]
+
+    def pass_time(work: float, wait: float) -> None:
+        now[0] += work + wait
+        queued[0] += wait
+
+    def fetch() -> Iterator[dict[str, torch.Tensor]]:
+        pass_time(0.001, 0.002)
+        yield {}
+
+    monkeypatch.setattr(work_clock, "mark", lambda: now[0])
+    monkeypatch.setattr(work_clock.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(ProcessorQueue, "read_seconds", lambda self: queued[0])
+    clock = WorkClock()
+    clock.begin_iteration()
+    next(clock.time_data(fetch()))
+    clock._begin_forward()
+    pass_time(0.010, 0.030)
+    clock._end_forward(torch.nn.Identity(), None, torch.zeros(1))
+    with clock._time_update():
+        pass_time(0.004, 0.005)
+    pass_time(0.020, 0.0)
+    clock.end_iteration()
+    found = {phase: time.milliseconds for phase, time in clock.read().items()}
+    expected = {"data": 1.0, "forward": 10.0, "backward": 0.0, "optimizer": 4.0, "communication": 57.0, QUEUE: 37.0}
+    assert found == pytest.approx(expected)
 
 
 def test_the_clock_stands_still_while_another_program_has_the_processor() -> None:
