@@ -19,7 +19,6 @@ from torch.torch_version import TorchVersion
 import megatron.core
 from megatron.core.errors import ConfigError, UnsupportedError
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.sparse_attention import SparseCore, SparseSelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.support.pretend_groups import pretend
 from tests.unit.upstream.test_upstream_core import use
@@ -475,22 +474,6 @@ def test_specs() -> None:
     muon = use("optimizer.muon", "get_megatron_muon_optimizer")
     with pytest.raises(ConfigError, match="muon"):
         muon(SimpleNamespace(optimizer="adam"), [])
-
-
-def test_names_of_sparse_attention() -> None:
-    rotate = use("transformer.experimental_attention_variant.dsa", "rotate_activation")
-    x = torch.randn(3, 8, dtype=torch.float64)
-    two = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64) / math.sqrt(2)
-    torch.testing.assert_close(rotate(x), x @ torch.kron(two, torch.kron(two, two)))
-    with pytest.raises(ConfigError, match="72 channels"):
-        rotate(torch.zeros(1, 72))
-    find_spec = use("models.gpt.experimental_attention_variant_module_specs", "get_dsa_module_spec_for_backend")
-    config = TransformerConfig(num_layers=1, hidden_size=72, num_attention_heads=6)
-    for arguments in ((config,), (config, SimpleNamespace())):
-        spec = find_spec(*arguments)
-        assert (spec.module, spec.submodules.core_attention) == (SparseSelfAttention, SparseCore)
-    with pytest.raises(UnsupportedError, match="get_dsa_module_spec_for_backend"):
-        use("models.gpt.experimental_attention_variant_module_specs", "DSAIndexer")(config)
 
 
 @pytest.mark.parametrize(

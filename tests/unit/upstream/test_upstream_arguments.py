@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from megatron.core import mpu, tensor_parallel
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import AttnMaskType
-from megatron.core.errors import ConfigError, DataError
+from megatron.core.errors import ConfigError, DataError, UnsupportedError
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.mesh import RankGrid
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -24,11 +25,13 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokenizers.null import NullTokenizer
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.sparse_attention import SparseCore, SparseSelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import WrappedTensor
 from tests.support.pretend_groups import pretend
+from tests.unit.upstream.test_upstream_core import use
 
 CONFIG = TransformerConfig(num_layers=1, hidden_size=24, num_attention_heads=6, kv_channels=4, attention_dropout=0.0)
 ALONE = ProcessGroupCollection.single()
@@ -201,3 +204,19 @@ def test_a_block_takes_what_another_stage_has_sent() -> None:
     block.set_input_tensor(sent)
     expected = whole(sent)
     assert torch.equal(block(None), expected) and torch.equal(whole(WrappedTensor(sent)), expected)
+
+
+def test_names_of_sparse_attention() -> None:
+    rotate = use("transformer.experimental_attention_variant.dsa", "rotate_activation")
+    x = torch.randn(3, 8, dtype=torch.float64)
+    two = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64) / math.sqrt(2)
+    torch.testing.assert_close(rotate(x), x @ torch.kron(two, torch.kron(two, two)))
+    with pytest.raises(ConfigError, match="72 channels"):
+        rotate(torch.zeros(1, 72))
+    find_spec = use("models.gpt.experimental_attention_variant_module_specs", "get_dsa_module_spec_for_backend")
+    config = TransformerConfig(num_layers=1, hidden_size=72, num_attention_heads=6)
+    for arguments in ((config,), (config, SimpleNamespace())):
+        spec = find_spec(*arguments)
+        assert (spec.module, spec.submodules.core_attention) == (SparseSelfAttention, SparseCore)
+    with pytest.raises(UnsupportedError, match="get_dsa_module_spec_for_backend"):
+        use("models.gpt.experimental_attention_variant_module_specs", "DSAIndexer")(config)
