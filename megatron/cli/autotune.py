@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from megatron.core.device import Mark
 
 _GRACE_SECONDS = 40.0
-"""Between the request to end and the end by force: torchrun, whose ranks have sessions of their own, gives them 30."""
+"""Between the request to end and the end by force: torchrun, whose ranks are in separate sessions, gives them 30."""
 _WORTH_KEEPING = 1.02
 """A kernel stays when steps are faster by more than what measurements of a few steps differ by."""
 
@@ -106,7 +106,7 @@ class TrialResult:
         return self.seconds is not None
 
 
-# ---- one trial, in a process of its own
+# ---- one trial, in a separate process
 
 
 class TrialClock(Hook):
@@ -319,7 +319,7 @@ def leave_out(words: Sequence[str], names: frozenset[str]) -> list[str]:
 
 
 def start_trial(flags: Sequence[str], arguments: argparse.Namespace, candidate: Candidate) -> dict[str, Any]:
-    """Run a trial in processes of its own."""
+    """Run a trial in separate processes."""
     with tempfile.TemporaryDirectory(prefix="autotune-") as directory:
         path = Path(directory, "found.json")
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(arguments.processes)]
@@ -347,7 +347,7 @@ def _run_with_limit(command: Sequence[str], seconds: float, directory: Path) -> 
     # Files: a pipe would stay open, and be waited for, as long as any process that it has started lives.
     outputs = [directory / "stderr", directory / "stdout"]
     with outputs[0].open("wb") as errors, outputs[1].open("wb") as output:
-        # A session of its own, so that what it starts can be ended with it.
+        # In a new session, so that what it starts can be ended with it.
         process = subprocess.Popen(command, stdout=output, stderr=errors, start_new_session=True)
         status = None
         try:

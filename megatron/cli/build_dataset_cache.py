@@ -3,7 +3,7 @@
 
     WORLD_SIZE=64 python tools/build_dataset_cache.py <the flags of pretrain_gpt.py>
 
-The flags are those of the job: number of samples, seed, sequence length, blend and split all decide what is built. With
+The flags are the job's: number of samples, seed, sequence length, blend and split all decide what is built. With
 the same --data-cache-path (or, without it, the same data directories) the job then finds everything. Where nothing says
 --global-batch-size, it follows from the number of processes, so give that as WORLD_SIZE. Building again costs nothing.
 --dataloader-fast-cache-load is for the job and changes nothing here; with --per-dataset-sequences-path that file is

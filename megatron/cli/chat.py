@@ -40,7 +40,7 @@ class History(ABC):
 
     @abstractmethod
     def forget(self) -> None:
-        """Begin anew."""
+        """Forget the conversation."""
 
     @abstractmethod
     def read(self, line: str) -> tuple[list[int], bool]:

@@ -21,7 +21,7 @@ from megatron.training.launch.machine_checks import judge, measure_machine, writ
 def check_machines(save: Path | None, *, as_json: bool) -> int:
     """Measure, compare, print; returns 0 where all is good and 1 where a check failed, on every rank alike.
 
-    Raises ConfigError or TemporaryError (which end with exit codes of their own) where it could not look.
+    Raises ConfigError or TemporaryError (which have other exit codes) where it could not look.
     """
     launch = read_launch(os.environ)
     if save is not None and not save.is_dir():

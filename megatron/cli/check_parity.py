@@ -5,14 +5,14 @@ on this machine's CPU.
     python tools/check_parity.py FLAGS... --layouts tp2 "tp2,sp,pp2" "dp2,dist-opt"
     python tools/check_parity.py FLAGS... --gradients
 
-FLAGS are those of pretrain_gpt.py, for one process; give a small model, a short sequence and a small batch. Every
-layout trains a few iterations (--iterations N, 3) in processes of its own and is compared with one process:
+FLAGS are flags of pretrain_gpt.py, for one process; give a small model, a short sequence and a small batch. Every
+layout trains a few iterations (--iterations N, 3) in separate processes and is compared with one process:
 activations, losses, the first iteration's gradients, updated weights and buffers. Exit code 0 when all agree, 1 when
 one differs; where one cannot run, the code of its error. --all shows every difference instead of the first few.
 
 --gradients takes the command line of a cluster as it is, shrinks it to one process (as tools/shrink.py does) and
-compares the gradient of every tensor with differences of the loss in float64, and with that of the run's own number
-format. Exit code 1 where a tensor differs, with its name.
+compares the gradient of every tensor with differences of the loss in float64, and with the same gradient in the run's
+dtype. Exit code 1 where a tensor differs, with its name.
 
 A layout is a list of tpN ppN cpN dpN vppN epN etpN sp dist-opt overlap overlap-all fsdp2, or any flag as
 --name or --name=value.
@@ -84,7 +84,7 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
 
 
 def train_share(rank: int, argv: Sequence[str], world_size: int, iterations: int) -> RankTrace:
-    """One rank's part of the run, in a process of its own."""
+    """Train one rank of the run, in a separate process."""
     # Imported here, in the forked process: the parent answers mistakes without loading torch.
     from megatron.training.recipes.gpt import build_gpt_recipe
     from megatron.training.verify.parity import trace_rank
@@ -104,7 +104,7 @@ class Comparison:
         """Of layouts that could not run."""
 
     def command_line(self, layout: ParityLayout) -> list[str]:
-        """Return the flags of a run under the layout; the layout's own come last, so that they win."""
+        """Return the flags of a run under the layout; the layout's flags come last, so that they win."""
         divisible_by = self.padding["1"] // layout.sizes["tp"]
         padding = ["--make-vocab-size-divisible-by", str(divisible_by)]
         return [*self.arguments.flags, *_SETTINGS, *padding, *layout.flags]

@@ -88,7 +88,7 @@ def played(name: ScheduleName, arguments: argparse.Namespace) -> Drawing:
     side_by_side, delayed = arguments.overlap_moe_expert_parallel_comm, arguments.delay_wgrad_compute
     deferred = name in DEFERS_WEIGHT_GRADIENTS or delayed
     whole = arguments.backward_cost + arguments.weight_cost
-    # Times are those of a whole stage; a chunk is a part of one.
+    # Times are of a full stage; a chunk is a part of one.
     costs = Costs(
         arguments.forward_cost / chunks,
         (arguments.backward_cost if deferred else whole) / chunks,

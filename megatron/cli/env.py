@@ -6,7 +6,7 @@
     eval "$(python tools/env.py --network ethernet --interface eth0 --format shell)"
 
 Without --network it looks at this machine. What a variable says already is kept by `--format shell`. Sources: NCCL's
-documentation of its environment variables, torch's of TORCH_NCCL_..., and that of the plug-in aws-ofi-nccl.
+documentation of its environment variables, torch's of TORCH_NCCL_..., and the plug-in aws-ofi-nccl's.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.interface is not None and not Path("/sys/class/net", arguments.interface).exists():
         found = sorted(path.name for path in Path("/sys/class/net").glob("*"))
-        # The variables may be for other machines: only those of this one can be looked at.
+        # The variables may be for other machines: only this one's can be looked at.
         if arguments.network is None:
             raise ConfigError(f"--interface {arguments.interface} does not exist here; there are {', '.join(found)}")
     network = arguments.network or find_network()

@@ -83,7 +83,7 @@ def read_upstream_flags(words: Sequence[str], strange: str) -> Iterator[str]:
 
 
 def take_training_flags(words: Sequence[str]) -> tuple[list[str], ParsedFlags]:
-    """Divide a rest of a command line: words that are none of training's flags, and what those of training say. Raises
+    """Split the rest of a command line into words that are no training flags, and the parsed training flags. Raises
     ConfigError for values that cannot be read."""
     engine = {*_REFUSED, *(flag for flags in _NOTES.values() for flag in flags)}
     training = ({*flags_by_spelling()} | {*formers_by_name()}) - engine

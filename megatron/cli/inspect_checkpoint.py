@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contents of a checkpoint: its tensors as a tree, with shapes, number formats, bytes, norms, and the run's settings.
+"""Contents of a checkpoint: its tensors as a tree, with shapes, dtypes, bytes, norms, and the run's settings.
 
     python tools/checkpoint/inspect_checkpoint.py checkpoints --norms --only "decoder.layers.0.*"
     python tools/checkpoint/inspect_checkpoint.py --diff checkpoints/iter_0000100 checkpoints/iter_0000200
@@ -157,7 +157,7 @@ def build_tree(lines: Mapping[str, str]) -> Tree:
         node = tree
         for part in above:
             child = node.setdefault(part, {})
-            # A tensor whose name is the beginning of another's stands under its own name below it.
+            # A tensor whose name is a prefix of another's is listed below it, under its own name.
             if isinstance(child, str):
                 child = node[part] = {"": child}
             node = child
@@ -277,7 +277,7 @@ class Difference:
 
 
 def compare(first: StoredTensor, second: StoredTensor) -> Difference | str | None:
-    """None for the same values; a sentence where shapes or number formats differ. Raises CheckpointError."""
+    """Return None for the same values; a sentence where shapes or dtypes differ. Raises CheckpointError."""
     import torch
 
     from megatron.core.dist_checkpointing.stored_tensors import trim_padding

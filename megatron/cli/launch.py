@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start the training in several processes: torchrun, but for its last words.
 
-    python -m megatron launch --nproc_per_node 8 -- FLAGS                   FLAGS are those of pretrain_gpt.py
-    python -m megatron launch --nproc_per_node 8 my_script.py ARGUMENTS     a script of your own
+    python -m megatron launch --nproc_per_node 8 -- FLAGS                   flags of pretrain_gpt.py
+    python -m megatron launch --nproc_per_node 8 my_script.py ARGUMENTS     your script
 
-In front of -- stand torchrun's own options (torchrun --help lists them). Where torchrun ends with a table of exit
+torchrun's options come before -- (torchrun --help lists them). Where torchrun ends with a table of exit
 codes, this ends with the sentence that says what went wrong, and with the exit code of the process that failed first.
 """
 
@@ -42,7 +42,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def describe_failure(rank: int, failure: ProcessFailure) -> list[str]:
-    """Return the lines that say why a process failed: its own sentences, or how it ended."""
+    """Return the lines that say why a process failed: its sentences, or how it ended."""
     message = failure.message
     if isinstance(message, dict):
         text = str(message.get("message"))

@@ -36,7 +36,7 @@ _LONGEST = 8192
 
 
 def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The program's own arguments, and the flags of the training."""
+    """Return the program's arguments, and the flags of the training."""
     parser = ProgramParser(__doc__)
     cluster = parser.add_argument_group("cluster")
     cluster.add_argument("--gpus", type=int, required=True, metavar="N", help="of the job: its number of processes")

@@ -216,7 +216,7 @@ class Search:
         for split in self._splits.get(sizes["pp"]) or [[], *self._list_splits(sizes["pp"])]:
             found = self.judge.judge([*words, *split])
             if found.legal:
-                # Whether layers can be dealt out so depends on the number of stages alone.
+                # Whether layers can be split so depends on the number of stages only.
                 self._splits[sizes["pp"]] = [split]
                 return found
             layout = layout or found
@@ -242,7 +242,7 @@ class Search:
         return [word for words in found if self.is_given.get(words[0]) == "default" for word in words]
 
     def _list_splits(self, stages: int) -> Iterator[list[str]]:
-        """Flags by which layers that do not divide evenly over the stages can be dealt out."""
+        """Yield flags that assign layers to stages where they do not divide evenly."""
         layers = self.config.model.num_layers or 0
         if stages == 1 or self.config.model.hybrid_layer_pattern:
             return

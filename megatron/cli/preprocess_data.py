@@ -4,8 +4,7 @@
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus \\
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model path/to/tokenizer --append-eod --workers 8
 
-Neither torch nor a network is needed. A line is a JSON object; every key of --json-keys becomes a dataset
-of its own.
+Neither torch nor a network is needed. A line is a JSON object; every key of --json-keys becomes a separate dataset.
 """
 
 from __future__ import annotations
@@ -135,7 +134,7 @@ def make_parser() -> ProgramParser:
 
 
 def parse_arguments(argv: list[str], parser: ProgramParser) -> tuple[argparse.Namespace, TokenizerConfig]:
-    """The arguments, and those of the tokenizer. Raises ConfigError for unknown and unusable ones."""
+    """Return the arguments, and the tokenizer's. Raises ConfigError for unknown and unusable ones."""
     tokenizer = TokenizerFlags(parser)
     argv = tokenizer.translated(argv)
     # Unknown flags come first: a missing --input matters less than a misspelt one.

@@ -122,7 +122,7 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 def start_server(application: Any, listening: socket.socket, *, logs: bool = False) -> tuple[Any, threading.Thread]:
-    """uvicorn in a thread of its own: signals are the main thread's. logs: a line for each request."""
+    """Run uvicorn in a separate thread: signals are the main thread's. logs: a line for each request."""
     from megatron.core.optional_deps import require
 
     uvicorn = require("uvicorn", needed_by="serve")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The last words of `pretrain_gpt.py`: what a run has come to, where it lies, and the commands to go on with.
 
-Only the program has them, and not a script that calls pretrain(): they name the program's own command line.
+Only the program has them, and not a script that calls pretrain(): they name the program's command line.
 """
 
 from __future__ import annotations

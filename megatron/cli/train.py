@@ -32,7 +32,7 @@ DISTRIBUTION = "megatron-lm-torch"
 def train(config: RunConfig, hooks: Sequence[Hook] = ()) -> Run:
     """Train the GPT model that the settings describe; returns the finished run.
 
-    hooks: of your own, beside those of the settings; see docs/logging.md.
+    hooks: yours, in addition to the settings'; see docs/logging.md.
     """
     from megatron.hf.running import HuggingFaceFiles
     from megatron.training.training import run_recipe

@@ -4,9 +4,9 @@
     python tools/verify_dataset.py --input data/corpus_text_document \\
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model path/to/tokenizer --decode 3
 
-Every value of the index and every token is read once. With a tokenizer (the flags are those of pretrain_gpt.py) token
-ids must belong to its vocabulary. --write-sum keeps checksums in PREFIX.sum; training verifies them from then on.
-The exit code is 0 when all is well, 2 when a dataset cannot be used, 74 when it cannot be read.
+Every value of the index and every token is read once. With a tokenizer (flags as for pretrain_gpt.py) token ids must
+belong to its vocabulary. --write-sum keeps checksums in PREFIX.sum; training verifies them from then on. The exit code
+is 0 when all is well, 2 when a dataset cannot be used, 74 when it cannot be read.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def show_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | N
 
 
 def compare_former(prefix: str) -> bool:
-    """Before checksums are written anew: say whether those of before agree, and put them out of the way."""
+    """Before checksums are written again: say whether the earlier ones agree, and move them out of the way."""
     try:
         return verify_checksums(prefix)
     except DataError as error:

@@ -4,7 +4,7 @@
     python tools/verify_tokenization.py --input corpus.jsonl --output-prefix data/corpus \\
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model path/to/tokenizer --append-eod --documents 1000
 
-Every document (or the first --documents) is tokenized anew, without the fast encoder, and compared token by token.
+Every document (or the first --documents) is tokenized again, without the fast encoder, and compared token by token.
 The exit code is 0 when all are equal, 2 at the first difference, whose place is named.
 """
 

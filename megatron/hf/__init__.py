@@ -9,8 +9,8 @@ conversion       whole models in both directions, and the proof that the result 
 auto_bridge      AutoBridge: the same from Python
 entries          the parameters of a model, each with its tensors in the files
 quantised        weights in FP8 and MXFP4, read as bfloat16
-own_family       a family of the user's own
-weight_stream    whole tensors out of a running model
+own_family       a user's family
+weight_stream    full tensors out of a running model
 weight_buckets   the same in buckets, to another process
 running          what training reads and writes Hugging Face directories with
 convert          the command line: python -m megatron.bridge.convert

@@ -69,7 +69,7 @@ class AutoBridge:
     def from_hf_pretrained(cls, path: str | Path, families: Sequence[Family] = FAMILIES) -> AutoBridge:
         """Look at a directory that `save_pretrained()` wrote; weights are read later.
 
-        families: those that are known; one of your own comes first: (MINE, *FAMILIES). Raises CheckpointError or
+        families: known families; put yours first: (MINE, *FAMILIES). Raises CheckpointError or
         ConfigError for missing files and tensors, other shapes, unknown models.
         """
         source = open_source(Path(path), asked_by="from_hf_pretrained()", families=families)
@@ -88,7 +88,7 @@ class AutoBridge:
         return cls(run.config, entries, config_json, list_files(run.config), model=run.model)
 
     def to_megatron(self) -> nn.Module:
-        """A GPTModel with the weights, on torch's default device, in the number format of the files."""
+        """Return a GPTModel with the weights, on torch's default device, in the dtype of the files."""
         if self._source is None:
             raise ConfigError("to_megatron() reads a Hugging Face directory; this model comes from a run")
         vocab_size = self._config_json["vocab_size"]
@@ -111,8 +111,8 @@ class AutoBridge:
 
         model: an undivided model, or this rank's chunks of a run (`run.model`); what `to_megatron` returned last, or
         the model of the run, when None. Of a run every rank must call this and take all tensors; they come to all
-        ranks, or to the first one alone. Tensors may share memory with the parameters, and are those of this moment:
-        do not train in between. Raises ConfigError where there is no model yet, or it is another one.
+        ranks, or only to the first. Tensors may share memory with the parameters: do not train in between. Raises
+        ConfigError where there is no model yet, or it is another one.
         """
         return self._open_stream(model, on_all_ranks=on_all_ranks).stream(self._entries)
 
@@ -120,7 +120,7 @@ class AutoBridge:
         """Write a Hugging Face directory with the weights of the model; it appears when it is complete. Returns it.
 
         model: as for `export_weights`; of a run every rank must call this. config.json, tokenizer and generation config
-        are those of the source; weights keep the model's number format. Raises ConfigError, StorageError.
+        are the source's; weights keep the model's dtype. Raises ConfigError, StorageError.
         """
         weights = self._open_stream(model, on_all_ranks=False)
         key = "dtype" if "dtype" in self._config_json else "torch_dtype"

@@ -40,13 +40,13 @@ ALONE = SingleRankGroup()
 
 @dataclass(frozen=True)
 class DeferredTensor(ShardedTensor):
-    """A whole tensor that is made only when it is written; `data` has its shape and number format (device `meta`)."""
+    """A full tensor that is made only when it is written; `data` has its shape and dtype (device `meta`)."""
 
     make: Callable[[], Tensor] = lambda: torch.empty(0)
 
     @classmethod
     def of(cls, placement: Placement, dtype: torch.dtype, make: Callable[[], Tensor]) -> DeferredTensor:
-        """The parameter with this placement, which `make` makes in this number format."""
+        """Return the parameter with this placement, which `make` makes in this dtype."""
         data = torch.empty(placement.local_shape, dtype=dtype, device="meta")
         described = ShardedTensor.from_placement(data, placement)
         return cls(**vars(described), make=make)
@@ -68,7 +68,7 @@ def write_checkpoint(
     attachments: name in the checkpoint -> file to copy. group: processes that all call this with all tensors, of which
     each makes and writes an equal share. Returns the checkpoint's directory. Raises StorageError.
     """
-    # A checkpoint that was never trained: what is None, a run begins anew.
+    # A checkpoint that was never trained: a run starts afresh what is None.
     state = {"progress": Progress(0).state_dict(), "optimizer": None, "scheduler": None}
     return serialization.save(
         dict(tensors), root, 0, documents={STATE: state, CONFIG: config.to_dict()}, attachments=attachments, group=group
@@ -114,7 +114,7 @@ class OpenCheckpoint:
         return model.get("tensor_model_parallel_size", 1), model.get("pipeline_model_parallel_size", 1)
 
     def read(self, key: str) -> Tensor:
-        """A weight without its padding rows, in the number format it was saved in. Raises CheckpointError."""
+        """Return a weight without its padding rows, in the dtype it was saved in. Raises CheckpointError."""
         stored = self.contents[key]
         tensor = torch.empty(stored.global_shape, dtype=stored.dtype)
         whole = ShardedTensor.whole(key, tensor)

@@ -97,7 +97,7 @@ class Source:
         return self.tensors.read_box(self.aliases.get(name, name), box)
 
     def find_dtype(self, entry: Entry) -> torch.dtype:
-        """The number format of a parameter of ours. Raises CheckpointError where their tensors have several."""
+        """Return the dtype of a parameter of ours. Raises CheckpointError where their tensors have several."""
         stored = {n: self.tensors.contents[self.aliases.get(n, n)] for names in entry.names for n in names}
         first_name, first = next(iter(stored.items()))
         for name, tensor in stored.items():
@@ -147,7 +147,7 @@ def open_source(
     sizes: dict[torch.dtype, int] = {}
     for stored in tensors.contents.values():
         sizes[stored.dtype] = sizes.get(stored.dtype, 0) + torch.Size(stored.shape).numel()
-    # Some models keep a few small tensors in float32; what most values have is the model's number format.
+    # Some models keep a few small tensors in float32; the dtype of most values is the model's.
     dtype = max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
     config = read_settings(fields, where, dtype, tensor_ranks=tensor_ranks, stages=stages, families=families)
     family = find_family(str(fields["model_type"]), families)
@@ -178,7 +178,7 @@ def _follow_shapes(entry: Entry, tensors: TensorDirectory, aliases: Mapping[str,
 
 
 def _find_aliases(names: Iterable[str], tensors: TensorDirectory, published: Mapping[str, str]) -> dict[str, str]:
-    """The published files of GPT-2 leave out a prefix, and those of models that see images have one more; published:
+    """Map names to the names in the files: published GPT-2 leaves out a prefix, vision models have one more. published:
     see Family."""
     found: dict[str, str] = {}
     for name in names:
@@ -384,8 +384,8 @@ def write_hf_directory(
 ) -> None:
     """Fill an empty directory with a model: config.json, other files to copy by their names there, and the weights.
 
-    tensors: theirs with their names, in the order of the entries. get_dtype: number format of a parameter of ours, by
-    our name. by_a_run: a later run may replace the directory. Raises StorageError.
+    tensors: theirs with their names, in the order of the entries. get_dtype: dtype of a parameter of ours, by our name.
+    by_a_run: a later run may replace the directory. Raises StorageError.
     """
     progress = ConversionProgress("converting", count_values(entries))
     write_json_and_files(directory, config_json, files)
@@ -394,7 +394,7 @@ def write_hf_directory(
 
 
 def list_shapes(entries: Iterable[Entry], get_dtype: Callable[[str], torch.dtype]) -> Shapes:
-    """Number format and shape of their tensors, by name. get_dtype: of a parameter of ours, by our name."""
+    """Return dtype and shape of their tensors, by name. get_dtype: of a parameter of ours, by our name."""
     return {
         name: (get_dtype(entry.key), shape)
         for entry in entries

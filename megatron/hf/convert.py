@@ -122,7 +122,7 @@ def _get_target_layout(arguments: argparse.Namespace) -> tuple[int, int]:
 
 
 def _list_families(arguments: argparse.Namespace) -> Sequence[Family]:
-    """List the families that are known, after the user's own."""
+    """List the user's family, if any, and the known ones."""
     return FAMILIES if arguments.family is None else (read_family(arguments.family), *FAMILIES)
 
 

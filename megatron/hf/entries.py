@@ -145,7 +145,7 @@ class Entry:
 def list_entries(family: Family, config: RunConfig, vocab_size: int) -> list[Entry]:
     """The parameters of the model with these settings. Raises ConfigError for one that the family has no row for."""
     model = build_empty_model(config, vocab_size)
-    # All rows are tokens here; how many rows a run adds to them as padding is its own business.
+    # All rows are tokens here; how many rows a run adds to them as padding is its business.
     declare_vocabulary(model, vocab_size)
     entries = []
     for name, parameter in list_parameters(model):

@@ -107,7 +107,7 @@ def _invert(setting: ConfigKey, config: RunConfig, fields: dict[str, Any]) -> bo
         value = setting.default
     if "*" in setting.theirs:
         first, second = setting.theirs.split("*")
-        # Their product is ours; the second factor has a setting of its own.
+        # Their product is ours; the second factor has a separate setting.
         width = fields.get(second)
         if value is not None and (not width or value % width):
             return False
@@ -120,7 +120,7 @@ def _invert(setting: ConfigKey, config: RunConfig, fields: dict[str, Any]) -> bo
 
 
 def _convert(setting: ConfigKey, value: Any, config: RunConfig, layers: Sequence[LayerPlan]) -> Any:
-    """Return the value of their field for ours, where it is one field of its own; ours as it is for other forms."""
+    """Return the value of their field for ours, where it is one separate field; ours as it is for other forms."""
     model = config.model
     match setting.form:
         case "switch" | "inverted switch":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same tokens through our model and through that of Hugging Face transformers: do they compute the same?"""
+"""A comparison of our model's logits with Hugging Face transformers' on the same tokens."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model family of the user's own: a Python file that says FAMILY = Family(...)."""
+"""A user's model family: a Python file that says FAMILY = Family(...)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.training.recipes.family import Family
 
 
 def read_family(path: Path) -> Family:
-    """Run the file, and return its FAMILY. Raises ConfigError where it has none; its own errors pass."""
+    """Run the file, and return its FAMILY. Raises ConfigError where it has none; errors of the file pass."""
     if not path.is_file():
         raise ConfigError(f"--family {path} is no file; give a Python file that says FAMILY = Family(...)")
     spec = importlib.util.spec_from_file_location(f"family_{path.stem}", path)

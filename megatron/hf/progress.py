@@ -18,7 +18,7 @@ _QUIET_SECONDS = 2.0
 
 
 class ConversionProgress:
-    """Counts values of parameters against those of the whole model, and says every two seconds where it stands."""
+    """Counts parameter values against the full model's, and prints the progress every two seconds."""
 
     def __init__(self, doing: str, total_values: int, group: Group | None = None) -> None:
         """doing: the first word of the line, such as `converting`. group: processes that do an equal share each, of

@@ -35,7 +35,7 @@ _NO_NUMBER = 255
 
 
 class FP8Weights:
-    """Weights that are written in FP8 with their scales: matrices of linear layers, each in a tensor of its own."""
+    """Weights that are written in FP8 with their scales: matrices of linear layers, one tensor each."""
 
     block: Final = (SCALED_BLOCK, SCALED_BLOCK)
 
@@ -47,7 +47,7 @@ class FP8Weights:
             if len(shape) == 2
         }
         self.names = {name for name, kind in kinds.items() if kind == "matrix"}
-        # Linear layers, too, to whoever reads the files: the output layer and routers.
+        # Readers of the files take these for linear layers, too: the output layer and routers.
         others = (name for name, kind in kinds.items() if kind not in ("matrix", "embedding"))
         self._others = [name.removesuffix(".weight") for name in others]
 

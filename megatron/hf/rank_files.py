@@ -112,7 +112,7 @@ def _read_rank(
     for name, parameter in list_parameters(model):
         placement = get_placement(parameter, name)
         shard = placement.take(checkpoint.read(placement.name))
-        # A copy of its own, for a view would keep the whole tensor in memory.
+        # A copy: a view would keep the full tensor in memory.
         yield RankTensor(name, shard.clone(), {}, None, read_plan(config.model).find(placement.name))
 
 

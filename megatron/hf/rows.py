@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One parameter of ours from the tensors in their files, and back: what the forms of a `Row` mean.
 
-All of it only moves elements, so a round trip is exact in every number format, and it works on tensors without values
+All of it only moves elements, so a round trip is exact in every dtype, and it works on tensors without values
 (device `meta`), which is how the shapes in a file are known before anything is read.
 """
 
@@ -36,13 +36,13 @@ def list_names(row: Row, parameter: str, config: TransformerConfig) -> list[list
 
 
 def list_copies(row: Row, config: TransformerConfig) -> tuple[str, ...]:
-    """Names in their files, beside those of `list_names`, of tensors with the same values."""
+    """Names in their files, in addition to the names of `list_names`, of tensors with the same values."""
     layers = [layer.number - 1 for layer in read_plan(config).prediction]
     return tuple(name.replace("{layer}", str(layer)) for layer in layers for name in row.copies)
 
 
 def is_per_expert(row: Row) -> bool:
-    """Return whether each expert has tensors of its own in their files; ours are [experts, ...]."""
+    """Return True if each expert has separate tensors in their files; ours are [experts, ...]."""
     return any("{expert}" in name for name in row.theirs)
 
 
@@ -97,7 +97,7 @@ def split(row: Row, config: TransformerConfig, ours: Tensor) -> list[Tensor]:
     if row.form in ("qkv", "gated_qkv", "turned_qkv"):
         groups, width = _get_heads(config)
         by_group = ours.unflatten(0, (groups, -1, width))
-        # Queries, of which a gate may have a tensor of its own, as large as theirs.
+        # Queries, whose gate may be a separate tensor of the same size.
         separate = max(1, len(row.theirs) - 2)
         parts = list(by_group.split([*[(by_group.shape[1] - 2) // separate] * separate, 1, 1], dim=1))
         if row.form == "gated_qkv":

@@ -50,12 +50,12 @@ class HuggingFaceFiles:
     """Reader and writer of Hugging Face directories for a recipe; see `ForeignFiles`."""
 
     def __init__(self, families: Sequence[Family] = FAMILIES) -> None:
-        """families: those that are known; one of your own comes first: (MINE, *FAMILIES)."""
+        """families: known families; put yours first: (MINE, *FAMILIES)."""
         self._families = families
 
     def open(self, directory: Path, config: RunConfig) -> HuggingFaceModel:
         """Look at a directory, without reading weights. Raises CheckpointError or ConfigError."""
-        # A run may leave out the layers that predict further tokens; the rest of the model is the same.
+        # A run may leave out the MTP layers; the rest of the model is the same.
         predicts = config.model.mtp_num_layers is not None
         source = open_source(directory, asked_by="--load", families=self._families, with_prediction=predicts)
         return HuggingFaceModel(source)
@@ -149,8 +149,8 @@ def _replace(staged: Path, directory: Path) -> None:
 def describe_run(
     config: RunConfig, vocab_size: int, families: Sequence[Family] = FAMILIES
 ) -> tuple[Family, dict[str, Any]]:
-    """The family of a run's model and its config.json, that of the Hugging Face directory it started from where this
-    still describes it. Raises ConfigError for a model that no family computes."""
+    """Return the family of a run's model and its config.json: the one it started from where that still describes it.
+    Raises ConfigError for a model that no family computes."""
     model = config.model
     dtype = torch.bfloat16 if model.bf16 else torch.float16 if model.fp16 else torch.float32
     origin = find_origin(config)
@@ -195,9 +195,9 @@ class HuggingFaceModel:
         self.notes = source.notes
 
     def load(self, tensors: ShardedStateDict, group: Group, *, may_lack: bool, may_have_more: bool) -> KeyReport:
-        """Fill the tensors of all members of the group, converted to their number formats; returns what was tolerated.
+        """Fill the tensors of all members of the group, converted to their dtypes; returns what was tolerated.
 
-        Each member reads the parts of the files that its own shards are made of, one parameter after the other. Raises
+        Each member reads the parts of the files that its shards are made of, one parameter after the other. Raises
         CheckpointError on every member; tensors may then be half filled.
         """
         entries = {entry.key: entry for entry in self._source.entries}

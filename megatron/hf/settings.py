@@ -27,7 +27,7 @@ from megatron.training.recipes.family import Family
 from megatron.training.recipes.gpt import build_gpt_model
 from megatron.training.recipes.hf_config import LENGTH, PREDICTION, find_family_of, list_model_flags
 
-# What a run needs that no model says; a run that starts from the result has flags of its own.
+# What a run needs that no model says; a run that starts from the result has its flags.
 _RUN_FLAGS = "--micro-batch-size 1 --train-iters 1 --lr 1e-5"
 # Our settings do not name them, and what transformers assumes for them may lie beyond the vocabulary.
 _UNNAMED_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
@@ -43,7 +43,7 @@ def read_settings(
     stages: int = 1,
     families: Sequence[Family] = FAMILIES,
 ) -> RunConfig:
-    """The settings of a model, in this number format, on one process.
+    """Return the settings of a model, in this dtype, on one process.
 
     source: the fields of the config.json `where`. tensor_ranks, stages: a layout that the model must be able to have.
     Raises ConfigError or CheckpointError for a model that cannot be built, and for a layout that cannot be.
@@ -83,7 +83,7 @@ def build_config_json(
     if carried is not None:
         # Weights were dequantised when they were read, and are not quantised again.
         carried = {name: value for name, value in carried.items() if name != "quantization_config"}
-        # Of the two names of the number format, all releases understand the older one.
+        # Of the two names of the dtype, all releases understand the older one.
         kept = {**carried, "vocab_size": vocab_size, "dtype" if "dtype" in carried else "torch_dtype": number_format}
         family = find_family_of(carried, Path("config.json"), families)
         # As long as it says what the model is, nothing in it needs another form.

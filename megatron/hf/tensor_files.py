@@ -33,7 +33,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-"""Number formats by their names in a header."""
+"""Dtypes by their names in a header."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LARGEST_HEADER_BYTES = 100_000_000
 _SHARD_BYTES = 5_000_000_000
@@ -88,7 +88,7 @@ def _find_shards(directory: Path, stem: str, suffix: str) -> dict[Path, set[str]
         return {single: None} if single.is_file() else {}
     shards: dict[Path, set[str] | None] = {}
     for name, file in read_weight_map(index).items():
-        # The index comes with the model, from whoever made that: it must not make us read files elsewhere.
+        # The index comes with the model, from a stranger: it must not make us read files elsewhere.
         if Path(file).name != file:
             raise CheckpointError(f"{index} names the file {file!r} outside of {directory} for {name}; refused")
         names = shards.setdefault(directory / file, set())
@@ -250,7 +250,7 @@ class _TorchFiles:
 
 
 Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Number format and shape of tensors by name."""
+"""Dtype and shape of tensors by name."""
 
 
 def plan_files(shapes: Shapes, num_writers: int = 1, shard_bytes: int = _SHARD_BYTES) -> dict[str, list[str]]:

@@ -93,7 +93,7 @@ def open_upstream(root: Path, iteration: int | None = None) -> UpstreamCheckpoin
     One with a manifest, which we have saved for upstream, is verified. Raises CheckpointError, ConfigError.
     """
     newest = find_directory(root, iteration)
-    # What we saved in a format of upstream's has a manifest, too: only our own has this document.
+    # Saves in a format of upstream's have a manifest, too: only ours have this document.
     if newest is not None and (newest / f"{TENSORS_DOCUMENT}.json").exists():
         return None
     path = find_upstream_checkpoint(root, iteration, or_ours=True)
@@ -175,8 +175,8 @@ def _compare(source: UpstreamCheckpoint, result: OpenCheckpoint, keys: list[str]
 def as_ours(
     root: Path, iteration: int | None, beside: Path, *, verify: bool, group: Group = ALONE
 ) -> Iterator[tuple[Path, int | None]]:
-    """(directory, iteration) of a checkpoint of ours: those that are given, or, where they name one of upstream's, that
-    of a copy of its weights beside the path `beside`, which is removed when the block ends. Raises CheckpointError."""
+    """Yield (directory, iteration) of a checkpoint of ours: as given, or, where they name one of upstream's, of a copy
+    of its weights next to the path `beside`, which is removed when the block ends. Raises CheckpointError."""
     source = with_everyone(group, lambda: open_upstream(root, iteration))
     if source is None:
         yield root, iteration

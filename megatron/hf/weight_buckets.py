@@ -33,7 +33,7 @@ from megatron.training.run import Run
 _ALIGNMENT = 16
 BUCKET_BYTES = 2**28
 _Entries = list[tuple[str, str, list[int]]]
-"""Name, number format and shape of each tensor of a bucket."""
+"""Name, dtype and shape of each tensor of a bucket."""
 
 
 def stream_weights(

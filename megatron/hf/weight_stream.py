@@ -2,7 +2,7 @@
 """Whole tensors out of a running model, one at a time, however its parameters are divided over processes.
 
     every rank:  what it holds -> all know who holds which box -> for each tensor, each holder in turn broadcasts its
-                 boxes -> whoever wants the tensor puts them together
+                 boxes -> the ranks that want the tensor assemble it
 
 A box that several ranks hold (replicas) is sent by one of them, so that all send about equally much. No more than one
 tensor of Hugging Face's, or one group of them that is one parameter of ours, is in memory at a time; of experts, one.
@@ -53,7 +53,7 @@ class WeightStream:
         self._sent = _choose_senders(tensors, group)
 
     def get_dtype(self, key: str) -> torch.dtype:
-        """The number format of a parameter, in the network."""
+        """Return the dtype of a parameter in the network."""
         return self._sent[key].dtype
 
     def check(self, entries: Sequence[Entry]) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Floating-point operations of a global batch as the reference system counts them, for figures that can be compared.
 
-For a GPT that is our own count without windows and chunks. For a decoder of letters its formula differs from what a
-model multiplies, and our own count (throughput.py), by which MFU goes, does not:
+For a GPT that is our count without windows and chunks. For a decoder of letters its formula differs from what a model
+multiplies, and our count (throughput.py), which MFU uses, does not:
 
     M       the inner width is twice the hidden size, whatever --mamba-num-heads and --mamba-head-dim make of it; the
             state costs 7 operations for each channel and element, where writing and reading it are 4

@@ -56,7 +56,7 @@ class Device:
     """Of a step of a ring within a node, however little it carries."""
     network_seconds: float = 15e-6
     reduce_scatter_ratio: float = 1.0
-    """Time of a reduce-scatter over that of an all-gather: 1 for rings."""
+    """Time of a reduce-scatter over an all-gather's: 1 for rings."""
     all_reduce_ratio: float = 2.0
     """Of an all-reduce, likewise."""
     hidden_share: float = 1.0

@@ -56,7 +56,7 @@ def count_product_temporaries(
     products than attention and MLPs have, the most twice."""
     if model.few_bits_recipe is None or not branch.low_precision:
         if branch.kind == "experts" and model.moe_grouped_gemm and model.bf16 and not replicas.grad_reduce_in_fp32:
-            # Only to sums in float32 are those of all experts added by the kernel that makes them.
+            # Only into float32 sums does the kernel that makes them add all experts' gradients.
             first, _ = _list_products(model, branch, tokens)
             taken = 2 * first.inputs * first.outputs * (model.num_moe_experts or 0) / model.expert_model_parallel_size
             return taken, taken

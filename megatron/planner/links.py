@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of collectives, by the alpha-beta model: a step costs a time of its own, and each byte its share.
+"""Seconds of collectives, by the alpha-beta model: a fixed time per step, plus a time per byte.
 
 S: bytes of the whole tensor, n: ranks, B: bytes a second of a link, a: seconds of a step (Thakur et al., 2005).
 

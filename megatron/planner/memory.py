@@ -73,7 +73,7 @@ class Workload:
     padded_vocab_size: int
     """Rows of the embedding over all ranks, in tokens."""
     has_output_layer: bool
-    """The output layer has a matrix of its own instead of sharing the embedding's."""
+    """True if the output layer has a separate matrix instead of sharing the embedding's."""
     seq_length: int
     """Tokens of a whole sequence, over all context-parallel ranks."""
     micro_batch_size: int
@@ -81,7 +81,7 @@ class Workload:
     num_microbatches: int
     """Microbatches of one step on one model replica."""
     data_parallel_size: int
-    """Model replicas with data of their own; context-parallel ranks share them."""
+    """Model replicas with different data; context-parallel ranks share them."""
     offloaded_state: float = 0.0
     """Share of the optimizer's state that is on the host."""
 
@@ -102,7 +102,7 @@ class MemoryEstimate:
     activations: float
     """Bytes of all microbatches that are under way at once."""
     microbatches_in_flight: float | None
-    """Microbatches whose activations wait for backward at once, over all stages; None without pipeline stages."""
+    """Microbatches whose activations are saved for backward at once, over all stages; None without pipeline stages."""
     interleaving_penalty: float | None
     """Activations with virtual stages, in units of those without; None where there are none."""
 
@@ -113,7 +113,7 @@ class MemoryEstimate:
 
 
 def count_parameters(model: TransformerConfig, *, padded_vocab_size: int, untied: bool) -> ParameterCounts:
-    """Parameters of a GPT model with `padded_vocab_size` rows of embedding; untied: with an output layer of its own."""
+    """Parameters of a GPT model with `padded_vocab_size` rows of embedding; untied: with a separate output layer."""
     plan, embedding = read_plan(model), padded_vocab_size * model.hidden_size
     return ParameterCounts(
         decoder=count_layers(model, plan.decoder, has_final_norm=True),

@@ -55,7 +55,7 @@ def count_whole(placements: Iterable[Placement]) -> PlacedCounts:
 
 def count_on_rank(chunks: Iterable[nn.Module]) -> PlacedCounts:
     """Elements that the process with these chunks holds, copies of tied embeddings among them; where parameters are
-    divided over replicas (fully sharded), those of the replicas together."""
+    divided over replicas (fully sharded), of all replicas together."""
     # By local shapes, because copies and replicated parts take memory on every rank that holds them.
     placements = (get_placement(param, name) for chunk in chunks for name, param in list_parameters(chunk))
     return _count((placement, math.prod(placement.local_shape)) for placement in placements)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes of weights, gradients and optimizer state: of a stage's parameters, and of one element.
 
-Weight, gradient, main weight and moments have number formats of their own, and are divided over the replicas by the
+Weight, gradient, main weight and moments have separate dtypes, and are divided over the replicas by the
 distributed optimizer or FSDP2, which also gathers weights.
 """
 
@@ -99,7 +99,7 @@ def count_element_bytes(
 ) -> float:
     """Bytes of an element of the parameters with its gradient and optimizer state on one of `copies` processes.
 
-    weight, gradient: bytes of either; a gradient of none is that of a weight that is not trained. offloaded: share of
+    weight, gradient: bytes of either; a weight that is not trained has a gradient of 0 bytes. offloaded: fraction of
     the state that is on the host.
     """
     moments = [_BYTES[optimizer.exp_avg_dtype], _BYTES[optimizer.exp_avg_sq_dtype]]

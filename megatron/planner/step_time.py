@@ -9,11 +9,11 @@
     collectives   links.py: each branch with tensor parallelism gathers and scatters its tokens once (Korthikanti et
                   al., 2022), experts dispatch and combine, context parallelism passes keys and values on
     recomputed    forward once more, of what full or selective recomputation leaves out
-    bubble        the schedule's own table, played with these times
+    bubble        the schedule's table, played with these times
     data parallel gradients and parameters over the replicas, less what the last backward and the first forward hide
     optimizer     bytes of a parameter's state over the memory's bandwidth
 
-Each stage has its own times: the embedding, the output layer and uneven numbers of layers count where they lie.
+Each stage has its own times: the embedding, the output layer and uneven numbers of layers count where they are.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _HIDDEN_BY_OVERLAP = 0.7
 _HIDDEN_BY_EXPERTS = 0.8
 """Of the computing of one microbatch, how much another's dispatch and combine can hide behind."""
 _SKEW = 1.2
-"""Tokens of the busiest rank of experts over those of an average one."""
+"""Tokens of the busiest expert-parallel rank over an average rank's."""
 _SCORE_TOUCHES = 13
 """Bytes read and written for each attention score in forward where attention is written out."""
 _KERNELS = (12, 20)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-# Backward has two products for each of forward: one for the gradient of the input, one for that of the weight.
+# Backward has two products for each of forward: for the gradients of the input and of the weight.
 _FORWARD_AND_BACKWARD = 3
 _MULTIPLY_AND_ADD = 2
 _PRODUCTS_PER_SIZE = 4
@@ -84,8 +84,8 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype, *, seconds: flo
     on_host = device_module.is_cpu(device)
     seconds = (0.1 if on_host else 5.0) if seconds is None else seconds
     fastest = 0.0
-    # Random numbers, as in training: on equal ones a GPU takes less power, and is faster than it will ever be. Of a
-    # generator of its own: the run's must be left as they are.
+    # Random numbers, as in training: on equal ones a GPU takes less power, and is faster than it will ever be. From a
+    # separate generator: the run's must be left as they are.
     generator = torch.Generator(device)
     for size in _SIZES_ON_CPU if on_host else _SIZES_ON_GPU:
         try:
@@ -113,7 +113,7 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype, *, seconds: flo
 class Yardstick:
     """The FLOP/s that count as 100 % of a device for MFU (model FLOPs utilisation).
 
-    flops: those of a data sheet, or those that `measure` finds at once. A measurement during which other programs had
+    flops: from a data sheet, or as `measure` finds them at once. A measurement during which other programs had
     the processor is too low; that shows when a step of the training is faster than it, and then it is taken again. The
     best one counts.
     """

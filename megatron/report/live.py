@@ -45,7 +45,7 @@ class _PageHandler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:  # noqa: N802 (http.server's name)
         """Answer with the page, or with its numbers alone."""
-        # A page from elsewhere could reach this server under a name of its own that leads here.
+        # A page from elsewhere could reach this server under another name that resolves to this address.
         if (self.headers.get("Host") or "").rpartition(":")[0] not in _KNOWN_HOSTS:
             self.send_error(403)
             return

@@ -112,7 +112,7 @@ class MetricsReader:
     def _take_evaluation(self, iteration: int, row: dict[str, Any]) -> None:
         losses = row.get("eval")
         if isinstance(losses, dict):
-            # The evaluation at the end of a run is of batches of its own.
+            # The evaluation at the end of a run uses other batches.
             parts = [str(row[key])[:80] for key in ("split", "set") if key in row]
             where = "-".join([*parts, *(["final"] if row.get("final") is True else [])]) or "evaluation"
             for name, value in losses.items():

@@ -59,7 +59,7 @@ CHARTS = (
     Chart("peak_memory_bytes", "Peak memory, first rank", "GiB", 1 / _GIB, starts_at_zero=True),
 )
 _PLAIN = {"consumed_samples", "skipped", "memory_bytes", "tflops", "loss_scale", "global_batch_size"}
-"""Columns that have no chart of their own unless they move, or none at all."""
+"""Columns that have a chart only if their values change, or none at all."""
 
 
 def build_data(records: Sequence[RunRecord]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def parse_args(
 
     ignore_unknown_args: leave flags alone that nobody here knows. argv: sys.argv when None. environ: give os.environ,
     so that layouts are checked for WORLD_SIZE processes; without it `validate_args` does so for args.world_size. What
-    only our own loop needs, such as --train-iters, may be missing. The RunConfig they come from is the attribute
+    only our loop needs, such as --train-iters, may be missing. The RunConfig they come from is the attribute
     `run_config`. Raises ConfigError with every problem.
     """
     words = list(sys.argv[1:] if argv is None else argv)
@@ -67,8 +67,8 @@ def parse_args(
 
 
 def as_namespace(config: RunConfig) -> Namespace:
-    """Every setting of a run as an attribute; flags of a script's own, too, and those settings of upstream's that have
-    no meaning here, with its defaults."""
+    """Return every setting of a run as an attribute, including a script's flags, and upstream's settings that have no
+    meaning here, with its defaults."""
     values: dict[str, Any] = {flag.dest: flag.default for flag in table_flags()} | upstream_settings()
     values |= {"rank": 0, "local_rank": 0, "iteration": 0, "consumed_train_samples": 0, "consumed_valid_samples": 0}
     # Read by programs: the former name of use_gloo_process_groups, and a count that load_checkpoint() returns.

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def get_args() -> Namespace:
-    """Every setting of the run as an attribute with upstream's name, flags of the script's own included. Raises
+    """Return every setting of the run as an attribute with upstream's name, including the script's flags. Raises
     RuntimeError outside of pretrain()."""
     if CurrentRun.args is None:
         # Made when first asked for: most runs never need the namespace.
@@ -47,7 +47,7 @@ def get_timers() -> Timers:
 
 
 def get_tensorboard_writer() -> None:
-    """None: a run's own log is written by itself (--tensorboard-dir); a loop of one's own makes its writer."""
+    """Return None: a run writes its log itself (--tensorboard-dir); a user's loop makes its writer."""
 
 
 def get_wandb_writer() -> None:

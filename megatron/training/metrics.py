@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of a run on their way to the log: recorded while a step runs, read together, given to whoever writes them.
+"""Values of a run on their way to the log: recorded while a step runs, read together, passed to the writers.
 
 run.metrics.record("router-entropy", entropy)         # a scalar on the device: nothing waits
 run.metrics.record("tokens-dropped", count, reduce="sum")
@@ -32,7 +32,7 @@ REDUCTIONS: Mapping[str, Callable[[Sequence[float]], float]] = {
 }
 # Bounds the memory of a run with a very large --log-interval.
 _MOST_ROWS = 1000
-"""Iterations after which values are read in any case: a scalar of its own takes 512 bytes on a GPU."""
+"""Iterations after which values are read in any case: a separate scalar takes 512 bytes on a GPU."""
 
 
 class Shown(NamedTuple):
@@ -92,7 +92,7 @@ class Metrics:
     ) -> None:
         """Note a value of the step under way, or of the one that has just ended (Hook.on_step_end).
 
-        value: a scalar tensor of any number format, which is copied, on its device; a number; or a function, called
+        value: a scalar tensor of any dtype, which is copied, on its device; a number; or a function, called
         when values are read, for what costs something to find out or is known only then. The values of the first rank
         are written: one that differs between ranks is to be reduced over them before.
         reduce: what several values of one step become, and what the values of several steps become in the progress

@@ -52,8 +52,8 @@ class Progress:
     nan_iterations: int = 0
     """Iterations whose loss was not a number."""
     floating_point_operations: int = dataclasses.field(default=0, compare=False)
-    """Operations so far, as a loop of one's own counts them; says nothing of where a run is, and our own loop, which
-    counts tokens, leaves it alone."""
+    """Operations so far, as a user's loop counts them; no part of a run's position, and not set by our loop, which
+    counts tokens."""
 
     @property
     def finished(self) -> bool:
@@ -72,9 +72,9 @@ class Progress:
         self.target_iterations = self.iteration
 
     def state_dict(self) -> dict[str, int]:
-        """Return what a checkpoint keeps: everything but the target, which is the next run's own."""
+        """Return what a checkpoint keeps: everything but the target, which the next run sets."""
         state = dataclasses.asdict(self)
-        # A resumed run may be longer or shorter than the saved one; only its own flags say how long it is.
+        # A resumed run may be longer or shorter than the saved one; only its flags say how long it is.
         del state["target_iterations"]
         return state
 
@@ -196,7 +196,7 @@ class Run:
     plans: StepPlans | None = None
     """With --hybrid-context-parallel: which conversations of a step share a microbatch, and on which ranks."""
     evaluation_shape: Sequence[int] | None = None
-    """Of the hidden states that stages exchange in an evaluation; the executor's own when None."""
+    """Of the hidden states that stages exchange in an evaluation; the executor's when None."""
     metrics: Metrics = field(default_factory=Metrics)
     """Values for the log."""
     microbatch_losses: Sequence[dict[str, torch.Tensor]] = ()
@@ -397,7 +397,7 @@ class Hook:
     rely on each other's order.
     """
 
-    # Hooks of a user's own may stop the run or communicate; CONTROL is the phase in which both are allowed.
+    # A user's hooks may stop the run or communicate; CONTROL is the phase in which both are allowed.
     phase: Phase = Phase.CONTROL
     is_collective: bool = False
     """In the phase MEASURE: other ranks take part in its moments. An error then ends the run, because a rank that went
@@ -419,7 +419,7 @@ class Hook:
         """Called before each step."""
 
     def on_gradients(self, run: Run) -> None:
-        """Between backward and update; the gradients are those of the loss times `run.optimizer.loss_scale`."""
+        """Between backward and update; the gradients include `run.optimizer.loss_scale`."""
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """After each step. Tensors of the result are for `run.metrics.record`; reading one waits for the device."""
@@ -431,7 +431,7 @@ class Hook:
         """Called after an evaluation."""
 
     def on_save(self, run: Run) -> None:
-        """Called after a checkpoint has become visible: that of `run.saved_progress`.
+        """Called after the checkpoint of `run.saved_progress` has become visible.
 
         With --async-save ranks learn of it after different steps, so that no rank may wait for others here.
         """

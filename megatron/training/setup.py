@@ -119,7 +119,7 @@ def build_run(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequen
         optimizer = get_megatron_optimizer(config.optimizer, model, pg_collection=groups)
     else:
         optimizer = recipe.build_optimizer(config, model, groups)
-    # After either builder, so that an optimizer of the user's own is timed, too.
+    # After either builder, so that a user's optimizer is timed, too.
     optimizer.use_timers(timers)
     if config.training.dump_param_to_param_group_map is not None:
         write_param_group_map(config.training.dump_param_to_param_group_map, optimizer, groups)
@@ -199,7 +199,7 @@ def build_model(config: RunConfig, process: Process, recipe: Recipe) -> list[Mod
         content = layout[shape.index(groups.pp.rank(), index)]
         # A script's model_provider may have upstream's older signature, without these two.
         offered = {"vp_stage": index if shape.chunks > 1 else None, "pg_collection": groups}
-        # What a script's own model allocates lands on this process's device; parameters on the meta device
+        # What a script's model allocates lands on this process's device; parameters on the meta device
         # (--init-model-with-meta-device) get their memory from `fill` below.
         with torch.device(process.device):
             module = recipe.build_model(

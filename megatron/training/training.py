@@ -90,7 +90,7 @@ def pretrain(
     train_valid_test_dataset_provider: (training, validation, test) samples -> three datasets, or None for some; see
     docs/data.md.
     model_provider: (pre_process, post_process) and, where it accepts them, vp_stage and pg_collection -> one chunk; the
-    settings' own model when None.
+    model of the settings when None.
     forward_step_func: (batches, model) -> (output, loss function).
     run_config: the settings; read from the command line when None, with the flags that `extra_args_provider` adds to
     the parser it is given, and `args_defaults` (setting -> value) for what the command line leaves out.
@@ -100,8 +100,8 @@ def pretrain(
     get_embedding_ranks, get_position_embedding_ranks: of upstream's signature; the layout says which ranks these are.
     tokenizer: built from the settings when None.
     optimizer_provider: (run_config, model chunks, process groups) -> optimizer, and scheduler_provider: (run_config,
-    optimizer) -> scheduler; those of the flags when None; see docs/optimizers.md.
-    hooks: of your own, beside those of the flags; see docs/logging.md.
+    optimizer) -> scheduler; as the flags say when None; see docs/optimizers.md.
+    hooks: yours, in addition to the flags'; see docs/logging.md.
 
     Inside, the functions above may call get_args(), get_tokenizer() and get_timers().
 
@@ -132,7 +132,7 @@ def pretrain(
 def run_recipe(config: RunConfig, recipe: Recipe, hooks: Sequence[Hook] = ()) -> Run:
     """Join the job, set up, train, and leave in order; returns the finished run.
 
-    hooks: of your own, beside those of the settings; see docs/logging.md. Inside, the recipe's functions may call
+    hooks: yours, in addition to the settings'; see docs/logging.md. Inside, the recipe's functions may call
     get_args(), get_tokenizer() and get_timers(). Raises MegatronError for whatever the user can mend, and
     KeyboardInterrupt after a run that Ctrl-C has ended in order.
     """
@@ -191,7 +191,7 @@ def _set_up_and_train(config: RunConfig, recipe: Recipe, hooks: Sequence[Hook], 
     try:
         run = setup(config, process, recipe, hooks)
     except RuntimeError as error:
-        # Setting up has collectives of its own: --save is locked and a checkpoint found on the first rank for all.
+        # Setting up has collectives, too: --save is locked and a checkpoint found on the first rank for all.
         problem = explain_lost_peer(error, presence)
         if problem is None:
             raise

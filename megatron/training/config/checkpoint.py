@@ -88,23 +88,22 @@ class CheckpointConfig(CheckedConfig):
     """Keep this many of the newest complete checkpoints, beside those that --save-retain-interval keeps. All stay when
     neither is given."""
     non_persistent_save_interval: int | None = flag(None, minimum=1, unit="iterations", needs=_SAVING)
-    """Iterations between checkpoints of which only the newest stays, beside those of --save-interval. Where both are
-    due, the latter alone is saved."""
+    """Iterations between checkpoints of which only the newest is kept, in addition to the ones of --save-interval.
+    Where both are due, only the latter is saved."""
     non_persistent_ckpt_type: str | None = flag(
         None,
         choices=("global", *_ON_NODES),
         needs=Needs("--non-persistent-save-interval", lambda run: run.non_persistent_save_interval is not None),
     )
     """global: they are checkpoints like the others, in a directory that all ranks share. local: each rank writes what
-    it holds into a directory of its own node, also with --async-save while training waits; only the same layout
-    continues from there. in_memory: the same in the node's memory (/dev/shm), which outlives the processes, but not the
-    machine; the memory is free again when the run has ended in order."""
+    it holds into a directory on its node, also with --async-save while training waits; only the same layout continues
+    from there. in_memory: the same in the node's memory (/dev/shm), which outlives the processes, but not the machine;
+    the memory is free again when the run has ended in order."""
     non_persistent_global_ckpt_dir: PathText | None = None
     """The directory of `global`, for saving and for loading; `non_persistent` in --save, and in --load, when not
     given."""
     non_persistent_local_ckpt_dir: PathText | None = None
-    """The directory of `local` on each node, for saving and for loading; that of `in_memory` when not given is in
-    /dev/shm."""
+    """The directory of `local` on each node, for saving and for loading; the default for `in_memory` is in /dev/shm."""
     non_persistent_local_ckpt_algo: str = flag(
         "fully_parallel",
         choices=("fully_parallel", "atomic"),
@@ -123,7 +122,7 @@ class CheckpointConfig(CheckedConfig):
     async_save: bool = flag(False, needs=_SAVING)
     """Save while training goes on: it stands still only while tensors are copied into host memory."""
     use_persistent_ckpt_worker: bool = flag(False, needs=_ASYNC)
-    """With --async-save, each rank has a process of its own that writes; without, a thread does."""
+    """With --async-save, each rank writes in a separate process instead of a thread."""
     async_ckpt_cpu_priority: int = flag(10, minimum=0, maximum=19, needs=(_ASYNC, _WORKER))
     """Niceness of the process that writes: 19 takes only processor time that nobody else wants."""
     async_ckpt_io_priority: int = flag(3, minimum=0, maximum=3, needs=(_ASYNC, _WORKER))
@@ -138,14 +137,14 @@ class CheckpointConfig(CheckedConfig):
     """Iterations between dumps of the parameters' gradients, before clipping, in `wgrads` in --save."""
     save_activations_interval: int | None = flag(None, minimum=1, unit="iterations", needs=(_SAVING, _ONE_LENGTH))
     """Iterations between dumps of activations in `activations` in --save: the outputs of layers, their norms and linear
-    layers, for all microbatches of the step; each rank keeps its own in host memory until then."""
+    layers, for all microbatches of the step, which each rank keeps in host memory until then."""
     save_dgrads_interval: int | None = flag(None, minimum=1, unit="iterations", needs=(_SAVING, _ONE_LENGTH))
     """Iterations between dumps of the gradients of the same activations in `dgrads` in --save."""
     save_tokens_per_expert_interval: int | None = flag(None, minimum=1, unit="iterations", needs=(_SAVING, _EXPERTS))
     """Iterations between dumps of how many tokens of the step chose each expert, in `tokens_per_expert` in --save."""
     start_over: bool = flag(False, needs=_SAVING)
-    """Begin again although --save holds checkpoints that this run does not continue. They stay, one whose iteration is
-    saved anew as `iter_*.earlier-1`; from the first save on --load continues this run."""
+    """Begin again although --save holds checkpoints that this run does not continue. They stay; one whose iteration is
+    saved again becomes `iter_*.earlier-1`; from the first save on --load continues this run."""
     load: PathText | None = None
     """Directory to continue from, also of upstream's checkpoints. The same as --save and empty: a fresh start. hf:DIR:
     start from the weights of a Hugging Face directory."""
@@ -214,7 +213,7 @@ class CheckpointConfig(CheckedConfig):
     exit_on_missing_checkpoint: bool = flag(False, needs=_LOADING)
     """Stop when --load holds no checkpoint, even where --load is --save."""
     use_checkpoint_args: bool = False
-    """Take the model's flags from the checkpoint, or from hf:DIR; those of the command line win."""
+    """Take the model's flags from the checkpoint, or from hf:DIR; flags on the command line win."""
     use_mp_args_from_checkpoint_args: bool = flag(
         False, needs=Needs("--use-checkpoint-args", lambda run: run.use_checkpoint_args)
     )
@@ -245,7 +244,7 @@ class CheckpointConfig(CheckedConfig):
 
     @property
     def saves_locally(self) -> bool:
-        """True if those lie on the ranks' own nodes."""
+        """True if they are stored on the ranks' nodes."""
         return self.saves_non_persistent and self.non_persistent_ckpt_type in _ON_NODES
 
     @property
@@ -258,7 +257,7 @@ class CheckpointConfig(CheckedConfig):
 
     @property
     def loads_locally(self) -> bool:
-        """True if to look for one on the ranks' own nodes: it continues a run with all of its state."""
+        """True if one is to be looked for on the ranks' nodes: it continues a run with all of its state."""
         parts = (self.finetune, self.no_load_optim, self.no_load_rng, self.ckpt_step is not None)
         return self.load is not None and self.local_ckpt_dir is not None and not any(parts)
 

@@ -22,7 +22,7 @@ class RunConfig(RunGroups):
 
     `sources` says for each flag (its first spelling) where its value came from: default, file, environment,
     checkpoint or command line. `notes` are sentences for the user that the first rank prints. `extra` holds the flags
-    that a user's own script added.
+    that a user's script added.
     """
 
     def __post_init__(self) -> None:
@@ -35,7 +35,7 @@ class RunConfig(RunGroups):
     def problems(self, *, trains: bool = True) -> Iterator[str]:
         """A sentence for everything that stands against settings of different groups together.
 
-        Groups have judged their own settings when they were made. trains: our loop is to train with them.
+        Groups checked their settings when they were made. trains: our loop is to train with them.
         """
         # Layout first: a layout that does not fit explains most of what the others would say.
         for relation in (*LAYOUT_RELATIONS, *MODEL_RELATIONS, *RELATIONS):
@@ -75,7 +75,7 @@ class RunConfig(RunGroups):
         }
         values: dict[str, Any] = {name: content[name] for name in ("world_size", "sources", "extra") if name in content}
         for name, config_class in groups.items():
-            # A value that stands in its own group wins over one of the same name elsewhere.
+            # A value in its group wins over one of the same name elsewhere.
             values[name] = restore(config_class, everywhere | content.get(name, {}))
         values["notes"] = tuple(content.get("notes", ()))
         return unchecked(cls, values)

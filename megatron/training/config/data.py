@@ -98,7 +98,7 @@ class DataConfig(FillInTheMiddle):
     """Loader processes per rank; 0 loads in the training process."""
     dataloader_type: str | None = flag(None, choices=("single", "cyclic", "external"))
     """single: the sample order of the dataset, once; cyclic: reshuffled every epoch; external: batches come as they are
-    from the data that a script of your own provides; single when not given."""
+    from the data that your script provides; single when not given."""
     reset_position_ids: bool = False
     """Positions start again after each end-of-document token."""
     reset_attention_mask: bool = False
@@ -112,9 +112,9 @@ class DataConfig(FillInTheMiddle):
     """The loader may make the masks that --reset-attention-mask needs. A mask that is only causal is never stored:
     attention is causal by itself."""
     dataloader_inter_document_masking: bool = False
-    """Tokens do not attend to other documents of their sequence, and positions start again at each; the bounds are
-    those of the documents in the file, whether or not an end-of-document token stands between them. The loader hands
-    over the bounds instead of a mask, and attention runs document by document."""
+    """Tokens do not attend to other documents of their sequence, and positions start again at each; the bounds are the
+    documents' in the file, with or without an end-of-document token between them. The loader passes the bounds instead
+    of a mask, and attention runs document by document."""
     drop_last_partial_validation_sequence: bool = True
     """Validation tokens that do not fill a last sequence are left out; otherwise that sequence is filled with padding,
     which has no loss."""

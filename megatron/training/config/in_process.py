@@ -33,8 +33,8 @@ class InProcessConfig(CheckedConfig):
     usual_kind = "report"
 
     inprocess_restart: bool = False
-    """After a failure, begin again from the newest checkpoint with the processes that are left, without starting them
-    anew. Their launcher must leave them alive; torchrun's agent does where no process has ended."""
+    """After a failure, begin again from the newest checkpoint with the remaining processes, without restarting them.
+    Their launcher must leave them alive; torchrun's agent does where no process has ended."""
     inprocess_max_iterations: int | None = flag(None, minimum=1, unit="beginnings", needs=_RESTARTS)
     """Begin at most so many times, the first one included; without limit when not given."""
     inprocess_active_world_size: int | None = flag(None, minimum=1, unit="processes", kind="layout", needs=_RESTARTS)
@@ -59,7 +59,7 @@ class InProcessConfig(CheckedConfig):
     inprocess_monitor_process_interval: float = flag(1.0, above=0.0, unit="seconds", needs=_SHARED)
     """Time between two looks, on each host, of the program that watches its processes for hangs."""
     inprocess_last_call_wait: float = flag(1.0, minimum=0.0, unit="seconds", needs=_SHARED)
-    """Wait so long after a failure for others that come with it, before places are given out anew."""
+    """Wait so long after a failure for others that come with it, before ranks are assigned again."""
     inprocess_termination_grace_time: float = flag(1.0, minimum=0.0, unit="seconds", needs=_SHARED)
     """Time between SIGTERM and SIGKILL where a process must be ended."""
     inprocess_empty_cuda_cache: bool = flag(False, needs=_RESTARTS)

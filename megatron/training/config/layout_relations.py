@@ -72,7 +72,7 @@ def find_interleaving_problem(run: RunGroups, microbatches: int) -> str | None:
 
 
 def _is_interleaved(run: RunGroups) -> bool:
-    # zb-v has two chunks per stage too, but fills its pipeline by rules of its own.
+    # zb-v has two chunks per stage too, but fills its pipeline by different rules.
     return run.model.virtual_pipeline_model_parallel_size is not None and run.model.pipeline_schedule != "zb-v"
 
 
@@ -222,7 +222,7 @@ def divided_parameters_stand_alone(run: RunGroups) -> Iterator[str]:
 
 
 def registered_memory_is_not_counted(run: RunGroups) -> Iterator[str]:
-    """NCCL's own memory hides the transfers from what counts them."""
+    """With NCCL's user buffers, transfers are hidden from what counts them."""
     if run.ddp.nccl_ub and run.logger.log_comm_volume:
         yield f"{run.say('nccl_ub')} cannot be combined with --log-comm-volume; leave one out"
 
@@ -266,7 +266,7 @@ def gathers_parameters(run: RunGroups) -> bool:
 
 
 def low_precision_gathers_have_something_to_gather(run: RunGroups) -> Iterator[str]:
-    """--fp8-param-gather and --fp4-param-gather concern parameters in few bits that are gathered."""
+    """--fp8-param-gather and --fp4-param-gather concern low-precision parameters that are gathered."""
     for name in ("fp8", "fp4"):
         if not getattr(run.model, f"{name}_param_gather"):
             continue

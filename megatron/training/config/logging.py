@@ -70,7 +70,7 @@ class LoggerConfig(CheckedConfig):
     """Add to the progress line the energy that an iteration takes and the power, as means over the GPUs; needs the
     package nvidia-ml-py."""
     logging_level: int | None = flag(None, minimum=0, maximum=50)
-    """Level of Python's logging for libraries and for scripts of your own: 10 debug, 20 info, 30 warning, 40 error."""
+    """Level of Python's logging for libraries and for your scripts: 10 debug, 20 info, 30 warning, 40 error."""
     timing_log_level: int = flag(0, choices=(0, 1, 2))
     """Detail of the timing of an iteration: 0 none, 1 its phases, 2 also data, forward and backward computation."""
     timing_log_option: str = flag(
@@ -108,7 +108,7 @@ class LoggerConfig(CheckedConfig):
     wandb_project: str | None = None
     """Project of Weights & Biases to log to; nothing is logged there when not given."""
     wandb_exp_name: str | None = flag(None, needs=_WANDB)
-    """Name of the run there; its own invention when not given."""
+    """Name of the run there; Weights & Biases invents one when not given."""
     wandb_entity: str | None = flag(None, needs=_WANDB)
     """Team or user that the project belongs to; the account's default when not given."""
     wandb_save_dir: PathText | None = flag(None, needs=_WANDB)

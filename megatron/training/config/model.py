@@ -66,8 +66,8 @@ class GPTModelFlags(CheckedConfig):
     """Library that layers compute with. transformer_engine: NVIDIA's Transformer Engine on a GPU, plain torch on a CPU.
     auto: Transformer Engine where it can be imported, else plain torch; the log says which. local: plain torch."""
     spec: list[str] | None = flag(None, nargs="*", metavar="WORD", kind="function")
-    """A layer of your own: a Python module and the name of a function in it that returns a ModuleSpec, or of a
-    ModuleSpec; `local` is the usual layer. See docs/models.md."""
+    """A custom layer: a Python module and the name of a function in it that returns a ModuleSpec, or of a ModuleSpec;
+    `local` is the usual layer. See docs/models.md."""
     group_query_attention: bool = flag(False, kind="shorthand")
     """Share key-value heads between query heads; --num-query-groups says how many there are."""
     swiglu: bool = flag(False, kind="shorthand")
@@ -88,8 +88,8 @@ class GPTModelFlags(CheckedConfig):
     """Gated activations as one differentiable operation that keeps only its inputs."""
 
     def problems(self) -> Iterator[str]:
-        """One activation; a layer of one's own is named completely."""
-        # --openai-gelu may stand beside --geglu, where it means the gate's form.
+        """Check that there is one activation, and that a custom layer is named completely."""
+        # --openai-gelu may be combined with --geglu, where it means the gate's form.
         exclusive = ["swiglu", "quick_geglu", "squared_relu", "relu"] + ["geglu" if self.geglu else "openai_gelu"]
         chosen = [self.say(name) for name in exclusive if getattr(self, name)]
         if len(chosen) > 1:

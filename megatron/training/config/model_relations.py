@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules between the model's settings and those of other groups: positions, scores, number formats, update rules.
+"""Rules between the model's settings and those of other groups: positions, scores, dtypes, update rules.
 
 Each function yields a sentence for every violation.
 """
@@ -43,7 +43,7 @@ def rotation_takes_pairs(run: RunGroups) -> Iterator[str]:
 
 
 def latent_attention_has_no_groups(run: RunGroups) -> Iterator[str]:
-    """Every head of latent attention has keys and values of its own."""
+    """Every head of latent attention has separate keys and values."""
     if run.model.multi_latent_attention and run.gpt.group_query_attention:
         yield "--multi-latent-attention and --group-query-attention contradict each other; keep one"
 
@@ -58,7 +58,7 @@ def layers_of_different_shapes_are_said(run: RunGroups) -> Iterator[str]:
         heads = model.num_attention_heads or 1
         blocks = parse_blocks(model.heterogeneous_layers_config_encoded_json, model.hidden_size or 1, heads)
     except ConfigError:
-        return  # the model's own rules say so
+        return  # the model's rules say so
     scaling = document.get("rope_scaling")
     expected = {
         "--normalization RMSNorm": model.normalization == "RMSNorm",
@@ -110,7 +110,7 @@ def rotary_positions_are_scaled_once(run: RunGroups) -> Iterator[str]:
 
 
 def further_tokens_can_be_predicted(run: RunGroups) -> Iterator[str]:
-    """Multi-token prediction needs positions that are no table, and sequences that have further tokens."""
+    """Multi-token prediction needs computed positions (not a table), and sequences longer than its depths."""
     depths, length = run.model.mtp_num_layers, run.data.seq_length
     yield from run.model.prediction_problems(run.model.position_embedding_type)
     if depths is not None and length is not None and depths >= length:
@@ -150,7 +150,7 @@ def optimizer_fits_the_model(run: RunGroups) -> Iterator[str]:
 
 
 def optimizer_formats_fit_the_model(run: RunGroups) -> Iterator[str]:
-    """Number formats of the optimizer's memory, beside those of the model and of gradients."""
+    """Check the dtypes of optimizer state against those of the model and of gradients."""
     optimizer, model = run.optimizer, run.model
     if optimizer.main_grads_dtype == "bf16" and not model.bf16:
         yield f"{run.say('main_grads_dtype')} needs --bf16"

@@ -22,7 +22,7 @@ from megatron.training.config.run_groups import RunGroups
 
 
 def derive_across_groups(run: RunGroups) -> None:
-    """Fill in the settings that follow from those of another group. What a user gave stays."""
+    """Fill in the settings that follow from another group's. What a user gave stays."""
     training, evaluation, model, scheduler = run.training, run.validation, run.model, run.scheduler
     if training.micro_batch_size is None:
         training.micro_batch_size = 1
@@ -59,7 +59,7 @@ def derive_across_groups(run: RunGroups) -> None:
 
 
 def bad_numbers_can_be_left(run: RunGroups) -> Iterator[str]:
-    """--nan-policy rollback goes back to the run's own checkpoints."""
+    """--nan-policy rollback goes back to checkpoints that this run saved."""
     save, load = run.checkpoint.save, run.checkpoint.load
     if run.reliability.nan_policy == "rollback" and (save is None or load is None or Path(save) != Path(load)):
         yield (
@@ -76,7 +76,7 @@ def bad_numbers_can_be_left(run: RunGroups) -> Iterator[str]:
 
 
 def restarts_go_on_from_what_is_saved(run: RunGroups) -> Iterator[str]:
-    """--inprocess-restart begins again from the run's own checkpoints, where it saves."""
+    """--inprocess-restart begins again from the checkpoints in --save."""
     save, load = run.checkpoint.save, run.checkpoint.load
     if run.in_process.inprocess_restart and save is not None and (load is None or Path(save) != Path(load)):
         yield (
@@ -102,7 +102,7 @@ def training_has_documents(run: RunGroups) -> Iterator[str]:
     try:
         train, *_ = read_shares(run.data.split)
     except ConfigError:
-        return  # the data's own rules say what is wrong with the text
+        return  # the data's rules say what is wrong with the text
     if train == 0:
         yield (
             f"{run.say('split')} leaves no documents for training; make the first number larger than 0, as in 99,1,0, "
@@ -126,7 +126,7 @@ def batch_is_divisible(run: RunGroups) -> Iterator[str]:
 
 
 def evaluation_batch_is_divisible(run: RunGroups) -> Iterator[str]:
-    """Check that evaluation's batches, where it has its own, divide like those of training."""
+    """Check that evaluation's batches, where they differ, divide as training batches do."""
     evaluation, training = run.validation, run.training
     batch, micro_batch = evaluation.eval_global_batch_size, evaluation.eval_micro_batch_size
     is_trainings = (batch, micro_batch) == (training.global_batch_size, training.micro_batch_size)
@@ -304,7 +304,7 @@ def weights_come_from_somewhere(run: RunGroups) -> Iterator[str]:
 
 
 def checkpoint_format_fits_the_sharding(run: RunGroups) -> Iterator[str]:
-    """The format of upstream's own FSDP belongs to its flag."""
+    """The checkpoint format of upstream's FSDP needs --use-megatron-fsdp."""
     if run.checkpoint.ckpt_format == "fsdp_dtensor" and not run.ddp.use_megatron_fsdp:
         yield "--ckpt-format fsdp_dtensor needs --use-megatron-fsdp; use torch_dist"
 
@@ -374,7 +374,7 @@ LOOP_RELATIONS = (
     run_is_described, training_has_documents, there_is_a_step, warmup_ends_before_the_decay, warmup_rises,
     final_decay_has_a_length,
 )  # fmt: skip
-"""Relations that only our own loop needs: a program with a loop of its own need not say how long it trains."""
+"""Relations that only our loop needs: a program with another loop need not say how long it trains."""
 RELATIONS = (
     run_is_described, training_has_documents, batch_is_divisible, evaluation_batch_is_divisible,
     growing_batch_is_possible, phases_have_one_batch_size,

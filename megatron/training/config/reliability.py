@@ -187,14 +187,14 @@ class ReliabilityConfig(CheckedConfig):
     """Report, every --log-interval iterations, the ranks that are fastest and slowest in forward passes and in fetching
     data, and name a rank that stays far slower than the others."""
     straggler_ctrlr_port: int = flag(65535, minimum=1, maximum=65535, needs=_STRAGGLER)
-    """Port on this machine, of the first rank: whoever connects to it switches the reports on or off."""
+    """Port on this machine, of the first rank: a connection to it switches the reports on or off."""
     straggler_minmax_count: int = flag(1, minimum=1, unit="ranks", needs=_STRAGGLER)
     """List so many of the slowest and of the fastest ranks, where there are more ranks; 1: none."""
     disable_straggler_on_startup: bool = flag(False, needs=_STRAGGLER)
     """Report only when switched on by --straggler-ctrlr-port."""
 
     gpu_sniff_test_interval: int | None = flag(None, minimum=1, unit="iterations")
-    """Iterations between measurements of each rank's device and groups, those of --preflight, which name the ranks that
+    """Iterations between measurements of each rank's device and groups, as in --preflight, which name the ranks that
     are far from the median; they take about a second."""
 
     def problems(self) -> Iterator[str]:

@@ -22,17 +22,17 @@ class SitesConfig(CheckedConfig):
     usual_kind = "numerics"
 
     diloco_replicas: int = flag(1, minimum=1, unit="sites")
-    """Train on so many sites by DiLoCo: each takes its part of every global batch and makes its own steps, and now and
-    then all exchange what they have learnt. Without --datacenter-id, equal blocks of the job's ranks are the sites."""
+    """Train on so many sites by DiLoCo: each takes its part of every global batch and steps by itself, and now and then
+    all exchange what they have learnt. Without --datacenter-id, equal blocks of the job's ranks are the sites."""
     datacenter_id: int | None = flag(None, minimum=0, kind="layout", needs=_SITES)
-    """Number of the site that this job is, from 0; the others are jobs of their own."""
+    """Number of the site that this job is, from 0; the others are separate jobs."""
     diloco_address: str | None = flag(None, kind="layout", metavar="HOST:PORT[,...]", needs=(_SITES, _SEPARATE))
     """Addresses at which the first site listens, and which the others call: one for each of its nodes, separated by
     commas. The ranks of a node use as many ports, from the given one on."""
     diloco_key_file: PathText | None = flag(None, kind="layout", needs=(_SITES, _SEPARATE))
     """File with the key, the same at all sites, that every message between them is signed with."""
     data_site: list[str] = flag(default_factory=list, nargs="+", kind="layout", metavar="SITE:PREFIX", needs=_SITES)
-    """Prefix of the copy of the dataset that a site has, in place of that of --data-path, as 1:/near/text_document:
+    """Prefix of the copy of the dataset that a site has, in place of --data-path, as 1:/near/text_document:
     each site reads what is near it. The copies must be equal."""
     diloco_inner_steps: int = flag(
         30, minimum=1, unit="iterations", aliases=("--diloco-sync-interval",),
@@ -48,9 +48,9 @@ class SitesConfig(CheckedConfig):
     diloco_overlap_steps: int = flag(0, minimum=0, unit="iterations", needs=_SITES)
     """Go on so many steps while an exchange is under way."""
     diloco_mixing: float = flag(0.0, minimum=0.0, maximum=1.0, needs=_SITES)
-    """Share of a site's own weights after an outer step; the rest are the weights that all sites have."""
+    """Fraction of the site's weights in an outer step's result; the rest is the weights that all sites share."""
     diloco_exchange_dtype: Literal["fp32", "bf16", "int8", "e3m0"] = flag("fp32", needs=_SITES)
-    """Number format of what is exchanged. What is lost is added to the next exchange."""
+    """Dtype of what is exchanged. What rounding loses is added to the next exchange."""
     diloco_min_replicas: int = flag(1, minimum=1, unit="sites", needs=_SITES)
     """Make no outer step with fewer sites."""
     diloco_timeout_seconds: float = flag(300.0, above=0.0, unit="seconds", kind="layout", needs=_SITES)

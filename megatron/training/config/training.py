@@ -90,7 +90,7 @@ class TrainingConfig(CheckedConfig):
     drifted, the run ends, before it saves, and names the rank and the tensor."""
     dump_param_to_param_group_map: PathText | None = None
     """File to write: a JSON object, parameter name -> number of its optimizer group."""
-    # Beside the training flags because upstream has it there; the model's own setting is recompute_granularity.
+    # Here because upstream has it among the training flags; the model's setting is recompute_granularity.
     recompute_activations: bool = flag(False, kind="kernel")
     """Short for --recompute-granularity selective."""
 
@@ -191,12 +191,12 @@ class ValidationConfig(CheckedConfig):
     full_validation: bool = False
     """Every evaluation goes over all validation data once, instead of --eval-iters global batches of it."""
     multiple_validation_sets: bool = False
-    """The validation datasets are not blended: each has a loss of its own."""
+    """The validation datasets are not blended: a loss is computed for each."""
     validation_set_names: list[str] | None = None
     """Names of the validation sets in logs, in their order; their numbers from 0 when not given."""
 
     def problems(self) -> Iterator[str]:
-        """Sets that are named are kept apart, each under a name of its own."""
+        """Named sets are kept apart, under distinct names."""
         names = self.validation_set_names
         if names and not self.multiple_validation_sets:
             yield f"{self.say('validation_set_names')} needs --multiple-validation-sets, which keeps the sets apart"

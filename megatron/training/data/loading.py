@@ -158,7 +158,7 @@ class TrainingData:
                     f"sample {consumed_samples + self.first_sample} is of an earlier phase of the data, which this run "
                     f"does not have: its first one is {self.first_sample}; start again with the data of that phase"
                 )
-        # Evaluation is never planned: its batches are those of the run without plans, so losses stay comparable.
+        # Evaluation is never planned: its batches are the same as without plans, so losses stay comparable.
         if self.planned is not None and split == "train":
             return self._register(self.planned(consumed_samples))
         if self.settings.dataloader_type == "external" and dataset is not None:
@@ -219,7 +219,8 @@ def build_used_up_error(split: str, total_samples: int, consumed_samples: int) -
 def read_external_batches(
     source: Iterable[Mapping[str, Any]], split: str, consumed_samples: int, settings: LoaderSettings
 ) -> Generator[Batch, None, None]:
-    """The microbatches that a script's own source yields, on the device. In evaluation it is begun again at its end.
+    """Yield the microbatches of a script's data source, on the device. In evaluation the source begins again at its
+    end.
 
     A source with a method `start_at(consumed_samples)` is told where to begin; another one decides by itself.
     """
@@ -260,7 +261,7 @@ def load_samples(
         timeout=settings.worker_timeout_seconds if settings.num_workers else 0,
         # Only from pinned memory can a GPU copy without making the host wait.
         pin_memory=not is_cpu(settings.device),
-        # The loader draws a seed when it starts; from a generator of its own, or dropout would depend on when that is.
+        # The loader draws a seed when it starts; from a separate generator, or dropout would depend on when that is.
         generator=torch.Generator(),
         worker_init_fn=_Behaviour(settings.ignored_signal, os.getpid()),
     )
@@ -290,7 +291,7 @@ class _Behaviour:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if self.ignored_signal is not None:
             signal.signal(signal.Signals[self.ignored_signal], signal.SIG_IGN)
-        # Only in loader processes: the trainer's own hook stays as it is.
+        # Only in loader processes: the trainer's hook stays as it is.
         sys.excepthook = say_unless_cut_off
 
 
@@ -343,7 +344,7 @@ class CheckedDataset(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         try:
-            # Any sample will do, since nothing of it counts; its shapes are those of the others.
+            # Any sample will do, since nothing of it counts; it has the shapes of the others.
             if index == PADDING:
                 sample = dict(self.dataset[0])
                 return sample | {"loss_mask": torch.zeros_like(torch.as_tensor(sample["loss_mask"]))}
@@ -375,7 +376,7 @@ def check_vocabulary(sample: Mapping[str, Any], limit: int, place: Callable[[], 
 
 
 def describe(dataset: Any, index: int) -> str:
-    """Return where a sample comes from, in the dataset's own words if it has any."""
+    """Return where a sample comes from, in the dataset's words if it has any."""
     locate = getattr(dataset, "locate", None)
     return str(locate(index)) if locate is not None else type(dataset).__name__
 

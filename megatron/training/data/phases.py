@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """--phase-transition-iterations: phases of a run, each of which reads its data from their first sample on.
 
-At a transition the run saves and ends; whoever starts it again may give it other data. Which phase a run is in follows
+At a transition the run saves and ends, and may be started again with other data. Which phase a run is in follows
 from the iterations that its checkpoint has done, as in Megatron-LM.
 """
 
@@ -24,10 +24,10 @@ class DataPhase:
 
 
 def find_phase(transitions: Sequence[int], done: int, target: int, consumed: int, batch_size: int) -> DataPhase:
-    """Return the phase of the next iteration; after the last iteration, that of the last one.
+    """Return the phase of the next iteration, or of the last one when there is no next.
 
-    transitions: iterations after which a phase ends, in order. done, target: iterations of the run so far, and in all.
-    consumed: samples so far. batch_size: in samples. Raises ConfigError where the samples are not those of as many
+    transitions: iterations after which a phase ends, in order. done, target: iterations of the run so far, and in
+    total. consumed: samples so far. batch_size: in samples. Raises ConfigError where the samples are not that many
     batches of that size.
     """
     if consumed != done * batch_size:

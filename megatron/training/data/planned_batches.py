@@ -3,8 +3,8 @@
 
     samples of a step  ->  lengths of their conversations  ->  ContextPlan  ->  this rank's microbatches
 
-The samples are those of the run without the flag, and a step takes as many. All ranks read the same lengths and make
-the same plan; then each reads the conversations of its own microbatches, and nothing is sent. A rank that has none
+The samples are the same as without the flag, and a step takes as many. All ranks read the same lengths and make
+the same plan; then each reads the conversations of its microbatches, and nothing is sent. A rank that has none
 computes one token without loss, so that it takes part in whatever all ranks do in every step. Where ranks exchange
 something in every microbatch (tokens for experts, weights that FSDP divides), all have as many as the one with the
 most. They then meet in order: blocks come large ones first, so that the ranks of a block have all had the same blocks
@@ -150,8 +150,8 @@ class StepPlans:
         return self._plans[consumed_samples]
 
     def num_microbatches(self, consumed_samples: int) -> int:
-        """Return how many microbatches this rank has in that step; earlier steps are forgotten. One where the data are
-        used up: whoever takes it learns that."""
+        """Return how many microbatches this rank has in that step; earlier steps are forgotten. Where the data are used
+        up it is one, so that the reader of that microbatch learns it."""
         # Memory stays bounded although the loader asks ahead of the step.
         for earlier in [consumed for consumed in self._plans if consumed < consumed_samples]:
             del self._plans[earlier]

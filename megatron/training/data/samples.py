@@ -4,7 +4,7 @@
 Both samplers are functions of the number of samples consumed, so a run continues exactly where it stopped whatever it
 trained on before:
 
-    single    0 1 2 3 …           the dataset's own order (which is shuffled already), once
+    single    0 1 2 3 …           the dataset's order (which is shuffled already), once
     cyclic    a new random order in every epoch, drawn from a generator seeded with the epoch's number
 """
 
@@ -72,7 +72,7 @@ def count_needed_samples(config: RunConfig) -> tuple[int, int | None, int]:
 def count_samples(config: RunConfig, target_iterations: int, largest_batch_size: int) -> tuple[int, int | None, int]:
     """Samples that training, validation and test need over the whole run; None: all there are.
 
-    largest_batch_size: of the run's global batch sizes; evaluation uses it where it has none of its own.
+    largest_batch_size: of the run's global batch sizes; evaluation's, too, unless it has another.
     """
     validation = config.validation
     evaluation = validation.eval_iters * (validation.eval_global_batch_size or largest_batch_size)
@@ -122,7 +122,7 @@ class SingleSampler:
 class CyclicSampler:
     """Microbatches of indices in a fresh random order each epoch, for ever.
 
-    Each data-parallel rank permutes a bucket of its own; samples that do not fill a global microbatch are left out.
+    Each data-parallel rank permutes a separate bucket; samples that do not fill a global microbatch are left out.
     """
 
     total_samples: int
@@ -141,7 +141,7 @@ class CyclicSampler:
             generator = torch.Generator()
             # Seeded with the epoch alone: the order does not depend on where a run was interrupted.
             generator.manual_seed(epoch)
-            # All ranks draw the same permutation and apply it to buckets of their own.
+            # All ranks draw the same permutation and apply it to separate buckets.
             order = torch.randperm(bucket, generator=generator) + self.dp_rank * bucket
             yield from order.view(microbatches, self.micro_batch_size)[done:].tolist()
             done = 0

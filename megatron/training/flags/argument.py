@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A flag as an argument of argparse, and what a tool's own parser needs: errors as ConfigErrors, paths, help, the flags
+"""A flag as an argument of argparse, and what a tool's parser needs: errors as ConfigErrors, paths, help, the flags
 of the tokenizer. Nothing here loads the configs of training.
 """
 
@@ -41,7 +41,7 @@ class ProgramParser(FlagParser):
 
 
 def path_text(text: str) -> str:
-    """Accept what names a file or a directory: the argparse type of a tool's own flags. Raises ArgumentTypeError for an
+    """Accept what names a file or a directory: the argparse type of a tool's flags. Raises ArgumentTypeError for an
     empty text, which a config refuses for its fields of type PathText."""
     if not text.strip():
         raise argparse.ArgumentTypeError(f"{text!r} is empty, like a shell variable that is not set; name a path")
@@ -54,7 +54,8 @@ def path(text: str) -> Path:
 
 
 class ToolHelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """For tools that take some of these flags beside their own: the usual spelling only, in at most 100 columns."""
+    """Help of tools that take some of these flags in addition to theirs: the usual spelling only, in at most 100
+    columns."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=36, width=min(100, shutil.get_terminal_size().columns))
@@ -151,7 +152,7 @@ class TokenizerFlags:
         tokens: list[str] = []
         for token in argv:
             former = formers_by_name().get(token.partition("=")[0])
-            # A tool's own flags may have the name of a former flag of the training program.
+            # A tool's flags may have the name of a former flag of the training program.
             if former is None or not token.startswith(_TOKENIZER_FORMER):
                 tokens.append(token)
             else:

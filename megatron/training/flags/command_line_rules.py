@@ -55,12 +55,12 @@ def contradicting_flags(run: RunConfig, given: Set[str]) -> Iterator[str]:
 
 
 def _formats_said_twice(run: RunConfig, given: Set[str]) -> Iterator[str]:
-    """Number formats of gradients with fully sharded data parallelism, beside the switches that runs without it use."""
+    """Check dtypes of gradients with fully sharded data parallelism against the switches for runs without it."""
     for name in ("megatron_fsdp_main_grads_dtype", "megatron_fsdp_grad_comm_dtype"):
         number_format = getattr(run.ddp, name)
         if number_format in ("bf16", "fp16") and "grad_reduce_in_fp32" in given:
             yield f"{run.say(name)} contradicts --accumulate-allreduce-grads-in-fp32; keep one"
-        # Gradients of divided parameters are sent in a format of their own; others are sent as they are kept.
+        # Gradients of divided parameters may be sent in another dtype; others are sent as they are stored.
         is_sent = name == "megatron_fsdp_grad_comm_dtype" or not are_parameters_divided(run)
         if number_format == "fp32" and is_sent and "grad_reduce_in_bf16" in given:
             yield f"{run.say(name)} contradicts --grad-reduce-in-bf16; keep one"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags of the training program: its own, those of the configs, and those that are planned or refused.
+"""Flags of the training program: its own, the configs', and flags that are planned or refused.
 
 What a flag is stands in flag.py, which does not load the configs: a tool that takes a few flags starts without them.
 """
@@ -35,7 +35,7 @@ def known_flags() -> tuple[Flag, ...]:
 
 @functools.cache
 def flags_by_spelling() -> dict[str, Flag]:
-    """Every spelling this program knows, but for those of other releases."""
+    """Return every spelling that this program knows, except other releases'."""
     known: dict[str, Flag] = {}
     for flag in known_flags():
         for spelling in flag.spellings:

@@ -193,8 +193,8 @@ def _sharding(run: RunConfig, given: Set[str]) -> Iterator[str]:
     if not ddp.use_torch_fsdp2:
         yield from _without_divided_parameters(run, asked)
         return
-    # Gradients are whole only until they are summed. What computes them later is refused with FSDP2 by its own name,
-    # and nobody is to be told, beside that, of a switch that was never written.
+    # Gradients are whole only until they are summed. What computes them later is refused with FSDP2 by name; a second
+    # sentence about a switch that was never written would confuse.
     if not any(run.model.deferral_problems("--use-torch-fsdp2")):
         run.model.gradient_accumulation_fusion = False
     if ddp.use_megatron_fsdp:
@@ -266,8 +266,8 @@ def _learning(run: RunConfig) -> Iterator[str]:
     begins_at_zero = [run.say("init_method_std")] if model.init_method_std == 0 else []
     if model.embedding_init_method_std == 0 and not run.gpt.untie_embeddings_and_output_weights:
         begins_at_zero.append(run.say("embedding_init_method_std"))
-    # Both factors of a product that are 0 have gradients that are 0: the two matrices of an MLP, or those of attention,
-    # and an embedding that is the output layer as well.
+    # Both factors of a product that are 0 have gradients that are 0: the two matrices of an MLP or of attention, and an
+    # embedding that is the output layer as well.
     for setting in begins_at_zero if model.perform_initialization else ():
         yield f"{setting} begins with matrices of zeros, whose gradients are zero, too: new weights learn nothing"
     if optimizer.lr == 0:

@@ -97,7 +97,7 @@ def parse_value(flag: Flag, text: str) -> Any:
     try:
         value = _choose_parser(flag.value_type, flag.parse)(text)
     except ValueError:
-        # The parser's own words ("invalid literal for int()") say nothing to a user.
+        # The parser's words ("invalid literal for int()") say nothing to a user.
         raise ValueError(describe_type_problem(flag, text)) from None
     problem = find_value_problem(flag, value, text)
     if problem is not None:

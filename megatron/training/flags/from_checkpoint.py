@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """--use-checkpoint-args: the model flags that a checkpoint was trained with, so that they need not be written again.
 
-They stand before the flags of the YAML file and of the command line, which win. Those of our own checkpoints are read
-without torch.
+They come before the flags of the YAML file and of the command line, which win. Our checkpoints' are read without torch.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _MODEL = (
     ArchitectureFields, AttentionFields, LatentAttentionFields, SparseAttentionFields, StateMixerFields, PositionFields,
     HyperConnectionFields, MoEFields, MTPFields, MuPFields, GPTModelFlags,
 )  # fmt: skip
-# Names code to run, which is for a user's own command line to say.
+# Names code to run, which only a user's own command line may do.
 _NEVER = "spec"
 
 

@@ -45,7 +45,7 @@ class ParsedFlags:
     broken: set[str] = field(default_factory=set)
     """Spellings of the flags whose value could not be read."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Values of the flags that the user's own script added."""
+    """Values of the flags that the user's script added."""
 
     def misspelt(self, text: str, *flags: Flag) -> None:
         """Record a problem with what was written, and that the values of these flags are not known."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text of --help: the flags that most runs use, or those of a section, or those that a word concerns.
+"""Text of --help: the flags that most runs use, or a section's, or the flags that a word concerns.
 
 --help            the flags of COMMON_FLAGS, a line or two each
 --help SECTION    every flag of a group of settings: model, data, optimizer, ...
@@ -71,7 +71,7 @@ def asked_for_help(argv: Sequence[str]) -> list[str] | None:
 
 
 def format_help(words: Sequence[str], extra_flags: ExtraFlags | None = None) -> str:
-    """The help that these words ask for. extra_flags: a user's own, which are shown beside ours.
+    """Return the help that these words ask for. extra_flags: a user's flags, which are shown with ours.
 
     Raises ConfigError for words that nothing is known about.
     """
@@ -120,7 +120,7 @@ def _by_heading(flags: Iterable[Flag]) -> dict[str, list[Entry]]:
 def _search(words: Sequence[str], own: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
     """Flags in whose name, heading or text each word begins a word: those that work, are noted, or are refused.
 
-    own: those of a user, by heading.
+    own: a user's flags, by heading.
     """
     patterns = [re.compile(rf"(?<![a-z0-9]){re.escape(_plain(word))}") for word in words]
 
@@ -161,7 +161,7 @@ def _plain(text: str) -> str:
 def _describe_own(extra_flags: ExtraFlags | None) -> list[Entry]:
     if extra_flags is None:
         return []
-    # Whatever argparse makes of a user's declarations, in its own words.
+    # As argparse formats a user's declarations.
     formatter = argparse.HelpFormatter("")
     actions = [action for action in build_parser(ParsedFlags(), extra_flags, [])._actions if action.dest != "help"]
     return [

@@ -22,7 +22,7 @@ from megatron.training.flags.flag import Flag, formers_by_name
 from megatron.training.flags.given import Given, ParsedFlags, translate
 
 ExtraFlags = Callable[[argparse.ArgumentParser], Any]
-"""A user's function that adds flags of its own, as upstream's `extra_args_provider`."""
+"""A user's function that adds flags, like upstream's `extra_args_provider`."""
 
 
 # What argparse takes for a value although it starts with a hyphen.
@@ -120,7 +120,7 @@ def _note_repeated(occurrences: Iterable[tuple[str, list[str]]]) -> Iterator[str
     by_dest: dict[str, list[str]] = defaultdict(list)
     for spelling, texts in occurrences:
         flag = flags_by_spelling().get(spelling)
-        # Flags of a user's own may be meant to be repeated.
+        # A user's flags may be meant to be repeated.
         if flag is not None:
             by_dest[flag.dest].append(" ".join([spelling, *texts]))
     for ways in by_dest.values():

@@ -19,7 +19,7 @@ from megatron.training.recipes.layouts import LAYOUTS, choose_layout
 from megatron.training.recipes.presets import PRESETS, Preset
 
 LIST = "list"
-# It has no vocabulary of its own; every other tokenizer says how many tokens there are.
+# It has no vocabulary; every other tokenizer says how many tokens there are.
 _WITHOUT_VOCABULARY = "NullTokenizer"
 
 

@@ -77,8 +77,8 @@ def read_run_config(
     """The settings of this run, or a ConfigError with every problem. --help, --version, --print-config print and exit.
 
     environ: the environment; of it WORLD_SIZE counts, the number of processes (default 1).
-    extra_flags: adds flags of a user's own to the argparse parser it is given; their values are in `RunConfig.extra`.
-    trains: our loop is to train with them; a program with a loop of its own need not say how long, and may learn only
+    extra_flags: adds a user's flags to the argparse parser it is given; their values are in `RunConfig.extra`.
+    trains: our loop is to train with them; a program with another loop need not say how long, and may learn only
     later how many processes it has.
     """
     # Before parsing: help is wanted most where the rest of the command line is wrong.
@@ -167,8 +167,8 @@ def _examine(parsed: ParsedFlags, environ: Mapping[str, str], world_size: int, t
 def _judge(
     run: RunConfig, parsed: ParsedFlags, environ: Mapping[str, str], missing: Collection[str], trains: bool
 ) -> tuple[list[str], list[str], dict[str, Problem]]:
-    """Derive, then ask every rule: notes; what stands against the settings; the settings that are refused for their
-    status, with the reason. missing: settings that have a stand-in, and a complaint of their own."""
+    """Derive, then check every rule. Returns notes, problems, and the settings that are refused for their status, with
+    the reason. missing: settings that have a stand-in, and are reported separately."""
     given = parsed.given.keys()
     notes = list(derive(run, given))
     derive_across_groups(run)
@@ -216,7 +216,7 @@ def _unchecked_run(given: Mapping[str, Any], world_size: int, multiple: int = 1)
 def _parse(argv: Sequence[str], parsed: ParsedFlags, extra_flags: ExtraFlags | None) -> None:
     try:
         read_command_line(argv, parsed, extra_flags)
-    except ConfigError as error:  # only a flag of the user's own can get here
+    except ConfigError as error:  # only a user's flag can get here
         parsed.problems += [Problem("spelling", text) for text in error.problems]
 
 

@@ -136,7 +136,7 @@ def _shrink_model(values: Mapping[str, Any], given: set[str], layout: Mapping[st
     if letters:
         del sizes["num_layers"]
     shared = 2 if values["linear_num_value_heads"] > values["linear_num_key_heads"] else 1
-    # Whether given or not: defaults are those of large models.
+    # Whether given or not: defaults are for large models.
     if "M" in (values["hybrid_layer_pattern"] or ""):
         sizes |= {"mamba_num_heads": 8, "mamba_head_dim": 16, "mamba_num_groups": 2, "mamba_state_dim": 16}
     if values["linear_attention_freq"] is not None or {"G", "K"} & set(values["hybrid_layer_pattern"] or ""):

@@ -11,7 +11,7 @@ index vectors, so that joining knows nothing of tensor, sequence, context, data 
     tokens     sample * s + position. Microbatch m of replica d has samples (m * replicas + d) * b ... + b - 1 of the
                global batch. Of each sequence a context-parallel rank has two pieces, and with sequence parallelism a
                tensor-parallel rank has a part of these. Packed, b sequences are one of b * s.
-    channels   those of the weight's rows where a layer's outputs are divided, else all
+    channels   the weight's rows where a layer's outputs are divided, else all
 """
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ def _find_column_channels(layer: ColumnParallelLinear) -> tuple[Callable[[Tensor
     """Return how a column layer's outputs are divided, and whether ranks share some of them: as the rows of its
     weight."""
     group, size = layer.tp_group, layer.output_size
-    # A tied output layer has no weight of its own; its rows are divided evenly.
+    # A tied output layer has no weight; its rows are divided evenly.
     split = Split(0, "tp", group.size(), group.rank())
     if layer.weight is not None:
         split = next((split for split in get_placement(layer.weight, "").splits if split.dim == 0), split)

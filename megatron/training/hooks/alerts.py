@@ -2,7 +2,7 @@
 """--alert-command and --alert-webhook: tell somebody of a loss that is no number, a spike, slow steps, or silence.
 
 An alert is a JSON object: "alert" (nan, spike, slow, stall or error), "iteration", "value", "usual", "text", "host" and
-"job". It is delivered from a thread of its own with a time limit, so that no step waits for it; what fails there is a
+"job". It is delivered from a separate thread with a time limit, so that no step waits for it; what fails there is a
 warning. The first rank delivers; each kind is told once until values are usual again.
 """
 

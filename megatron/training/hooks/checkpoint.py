@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times at which checkpoints are saved, and the choice of those that stay: every --save-interval iterations and at the
-end of the run, and in between those of --non-persistent-save-interval."""
+end of the run, and in between every --non-persistent-save-interval."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class _Series:
         write_earlier(self.root, self._foreign)
 
     def holds_foreign(self, iteration: int) -> bool:
-        """Return whether the directory held this iteration before, and has not got it anew."""
+        """Return True if the directory held this iteration before, and this run has not saved it."""
         return iteration in self._foreign
 
     def is_due(self, iteration: int) -> bool:
@@ -117,7 +117,7 @@ class CheckpointHook(Hook):
         self._non_persistent: _Series | None = None
         if settings.saves_non_persistent:
             root = find_non_persistent_directory(settings, settings.save)
-            # Each rank removes its own part of the local ones before, when all ranks have saved.
+            # Each rank removes its part of the earlier local ones, when all ranks have saved.
             keep_last = None if settings.saves_locally else 1
             self._non_persistent = _Series(root, settings.non_persistent_save_interval, keep_last=keep_last)
         self._under_way = self._persistent

@@ -2,8 +2,8 @@
 """Times at which the parts of a step ran: timers, the pipeline's actions, and names in profiles.
 
 The trace of --pipeline-trace-dir is stage-N.jsonl: a first line about the pipeline, then a line for each action of each
-traced iteration, with seconds since the epoch by the machine's clock. Stages on several machines lie as exactly beside
-each other as their clocks agree. One pipeline is traced: that of the first data- and tensor-parallel ranks.
+traced iteration, with seconds since the epoch by the machine's clock. Stages on several machines are aligned as exactly
+as their clocks agree. Only the pipeline of the first data- and tensor-parallel ranks is traced.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def _around(name: str) -> tuple[Callable[..., None], Callable[..., None]]:
 
 def _global_name(name: str, module: nn.Module) -> str:
     """The module's name in the whole model, where a layer has the same number on every stage."""
-    # Only parameters know their place in the whole model; one of the module's own is enough.
+    # Only parameters know their place in the full model; one of the module's is enough.
     for inner, param in list_parameters(module):
         return get_placement(param, f"{name}.{inner}").name.removesuffix(f".{inner}")
     return name

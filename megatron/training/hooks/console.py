@@ -106,7 +106,7 @@ class ConsoleHook(Hook):
             self.interval.add(row)
             self.pace.add(row)
             if row.iteration % self.log_interval == 0:
-                # Begun before the line is printed: after one that could not be, the next has its own iterations only.
+                # Begun before the line is printed: if that fails, the next line still covers its own iterations only.
                 interval, self.interval = self.interval, Interval()
                 if self._has_lines:
                     _print(self._format_line(run, row, interval))
@@ -185,7 +185,7 @@ def _print(text: str) -> None:
 
 
 def count_parameters(run: Run) -> tuple[int, int]:
-    """Parameters of the whole model, each once, and those of them that work on a token: of experts the share that the
+    """Count parameters of the full model, each once, and the ones that a token uses: of experts only as many as the
     router chooses. Every rank calls this."""
     # Placements instead of sizes: a part that several ranks hold must be counted once.
     placements = [get_placement(p, name) for chunk in run.model for name, p in list_parameters(chunk.module)]

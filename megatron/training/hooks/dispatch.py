@@ -77,7 +77,8 @@ class Hooks(Hook):
         return {name: state for name, hook in self._by_name().items() if (state := hook.state_dict())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Hooks that the checkpoint does not know begin anew; states of hooks that this run does not have are left."""
+        """Hooks that the checkpoint does not know keep their initial state; states of hooks that this run does not have
+        are left."""
         for name, hook in self._by_name().items():
             if name in state:
                 hook.load_state_dict(state[name])
@@ -128,8 +129,7 @@ class Hooks(Hook):
             self._outages.call(hook, moment, lambda: getattr(hook, moment)(*arguments), rows)
 
     def _write_the_rest(self, run: Run) -> None:
-        # Not Run.read_metrics, which would hand the rows to the guards as well: their own error must not hide the
-        # first.
+        # Not Run.read_metrics, which would pass the rows to the guards as well: their error must not hide the first.
         rows = run.metrics.read()
         if rows:
             self._each("on_metrics", run, rows, rows=len(rows), only=lambda phase: phase is Phase.WRITE)

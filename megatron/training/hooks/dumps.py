@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors of a run for looking at: every so many iterations parameters, gradients, activations, or how many tokens each
-expert was given, in a directory of their own below --save.
+expert was given, in separate directories below --save.
 
     save/wgrads/iter_0000010/      as a checkpoint's tensors (torch_dist.py): whole under any layout, with checksums
 

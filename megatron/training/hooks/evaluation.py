@@ -136,7 +136,7 @@ class SampleOfText:
     """--eval-sample-prompt: what the model makes of a prompt, once for each iteration that is evaluated.
 
     Every rank generates the same: where parameters or experts are divided, each of them is needed. The draws have
-    generators of their own, and always the same seed: what changes is the model.
+    separate generators, always with the same seed: only the model changes.
     """
 
     TEMPERATURE = 0.7
@@ -160,7 +160,7 @@ class SampleOfText:
     def generate(self, run: Run) -> str:
         """The prompt and its continuation; nothing where this iteration's is known already. Every rank takes part.
 
-        A model that cannot generate, such as a script's own that knows no cache, is no error: a warning says so once.
+        A model that cannot generate, such as a script's model without a cache, is no error: a warning says so once.
         """
         if self._failed or self._iteration == run.progress.iteration:
             return ""
@@ -204,7 +204,7 @@ def describe_samples(run: Run, split: str, part: int, consumed: int, iterations:
     size = run.evaluation_batch_size
     text = f"{iterations} batch{'es' if iterations > 1 else ''} of {size}"
     dataset = run.data.parts(split)[part]
-    # The order of a script's own loader, or of one that shuffles, has no numbers to name.
+    # The order of a script's loader, or of one that shuffles, has no numbers to name.
     if run.data.settings.dataloader_type != "single":
         return f"{text} samples"
     total, unit = len(dataset), run.evaluation_samples_per_microbatch
@@ -218,7 +218,7 @@ def describe_samples(run: Run, split: str, part: int, consumed: int, iterations:
 
 
 class NonLossDataHook(Hook):
-    """pretrain(process_non_loss_data_func=...): a script's own look at the model after each evaluation.
+    """pretrain(process_non_loss_data_func=...): a script's function that looks at the model after each evaluation.
 
     Collects data and hands it, on the first rank, to process(data, iteration, writer).
 
@@ -257,7 +257,7 @@ class NonLossDataHook(Hook):
         actions = run.evaluation_schedule(run.evaluation_batch_size // run.evaluation_samples_per_microbatch)
         for chunk in run.model:
             chunk.eval()
-        # An iterator of its own: the ones of EvaluationHook must not lose a batch to it.
+        # A separate iterator: EvaluationHook's must not lose a batch to it.
         with contextlib.closing(run.data.open(evaluation.split, consumed)) as batches:  # type: ignore[type-var]
             outputs = run.executor.run(
                 actions,

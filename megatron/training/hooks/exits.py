@@ -69,7 +69,7 @@ class ExitHook(Hook):
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Ask for a stop where the time is over; stop where all ranks know of a request."""
-        # A loop of one's own may have its steps alone followed by hooks.
+        # A user's loop may call only the hooks of a step.
         self._agreement = self._agreement or StopAgreement(run.groups.world)
         elapsed = time.monotonic() - self._clock_started_at
         if self.longest_seconds is not None and elapsed > self.longest_seconds:
@@ -83,7 +83,7 @@ class ExitHook(Hook):
     def on_save(self, run: Run) -> None:
         """End the run for what was asked for during a save right after it: another iteration would be saved once
         more."""
-        # A save that training does not wait for is over at a moment of its own on each rank, where none can agree.
+        # A save in the background ends at a different moment on each rank, where none can agree.
         if self._agreement is not None and not self.saves_beside:
             self._stop(run, self._agreement.look())
 

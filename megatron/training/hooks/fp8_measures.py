@@ -23,7 +23,7 @@ class FP8Hook(Hook):
 
     | name                                | what                                                                    |
     |-------------------------------------|-------------------------------------------------------------------------|
-    | fp8_sqnr LAYER OPERAND              | 10 log10(sum of squares / that of the rounding errors), dB              |
+    | fp8_sqnr LAYER OPERAND              | 10 log10(sum of squares / sum of squared rounding errors), dB           |
     | fp8_amax LAYER OPERAND              | largest absolute value                                                  |
     | fp8_overflow LAYER OPERAND          | share of the values that are cut off at the format's largest            |
     | fp8_underflow LAYER OPERAND         | share of the values that become zero                                    |
@@ -38,7 +38,7 @@ class FP8Hook(Hook):
     def __init__(self, *, records: bool = True, lowest_ratio: float | None = None) -> None:
         self.records, self.lowest_ratio = records, lowest_ratio
         self.names: list[str] = []
-        """Of the layers of all pipeline stages that multiply in few bits, the same on all ranks."""
+        """Of the layers of all pipeline stages that multiply in low precision, the same on all ranks."""
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> FP8Hook | None:

@@ -59,7 +59,7 @@ class NonFiniteHook(Hook):
         run.optimizer.defers_check = not run.metrics.is_due(run.progress.iteration + 1)
 
     def on_metrics(self, run: Run, rows: Sequence[MetricsRow]) -> None:
-        """Raises NonFiniteError on every rank for the same iteration: the values are already those of all ranks."""
+        """Raises NonFiniteError on every rank for the same iteration: the values already cover all ranks."""
         for row in rows:
             last = int(row["consumed_samples"]) - 1
             samples = f"samples {last + 1 - int(row['global_batch_size'])} to {last}"
@@ -91,7 +91,7 @@ class NonFiniteHook(Hook):
         start = self._starts.get(iteration)
         if start is None:
             return error
-        # Nothing was updated since that step: its weights are still those of then.
+        # Nothing was updated since that step: the weights are unchanged.
         start.put_back(run)
         first = find_first_bad(run)
         then = "computed again, all its values are finite" if first is None else f"first of all {first}"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""--inprocess-restart: after a failure the processes that are left begin again, without being started anew.
+"""--inprocess-restart: after a failure the remaining processes begin again without being restarted.
 
 All processes of the job, those that train and those that wait, keep the job's key-value store. A process whose training
 has failed says so there; all then meet, give each rank of the layout to a process that is left, and train again from
-the newest checkpoint, which the emergency save has just written where that was possible. Each beginning has keys and
-groups of its own, and nothing of the one before: seat.py says what is given back.
+the newest checkpoint, which the emergency save has just written where that was possible. Each beginning has new keys
+and groups, and nothing of the one before: seat.py says what is given back.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def assign(
 ) -> list[int] | None:
     """Return the process of each rank; None where too few are left.
 
-    members: those of before; present: those that are left, of 0 to size - 1. A process keeps its rank, and others take
-    the places of the lost in their order. by_node: a node that has lost a process is given up.
+    members: ranks before the failure; present: ranks that are left, of 0 to size - 1. A process keeps its rank, and
+    others take the places of the lost in their order. by_node: a node that has lost a process is given up.
     """
     fit = set(present)
     if by_node:
@@ -151,7 +151,7 @@ class RestartableJob:
         self._presence = Presence(launch, PrefixStore("job", self._store))
         self._store.set(f"node/{self._own}", json.dumps([socket.gethostname(), launch.node]))
         self._await_all()
-        # A connection of its own: a call that waits keeps others from using the same one.
+        # A separate connection: a call that waits keeps others from using the same one.
         monitor = (self._store.clone(), self._settings)  # type: ignore[attr-defined]
         threading.Thread(target=self._monitor, args=monitor, name="in-process restart", daemon=True).start()
 
@@ -196,7 +196,7 @@ class RestartableJob:
             world_size=len(members),
             beginning=self._beginning,
             leads_host=self._own == here[0],
-            # Whoever serves the store does so for all beginnings.
+            # The process that serves the store does so for all beginnings.
             agent_store=launch.agent_store or members[0] != 0,
         )
         store = PrefixStore(f"beginning{self._beginning}", self._store)
@@ -372,8 +372,8 @@ class RestartableJob:
         return [p for p in processes if p not in joined or p in ended or self._store.check([f"silent/{p}"])]
 
     def _monitor(self, store: Store, settings: InProcessConfig) -> None:
-        """Give signs of life, look for those of the next process, and cut this one's connections when another has
-        failed: it may wait for somebody who waits for that one."""
+        """Give signs of life, watch the next process's, and cut this one's connections when another has failed: it may
+        wait for a rank that waits for that one."""
         beats, beat_at = 0, 0.0
         heard, heard_at = (-1, b""), time.monotonic()
         with contextlib.suppress(RuntimeError):  # the store has gone

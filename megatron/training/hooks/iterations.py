@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choice of the iterations that are done: those of --iterations-to-skip are not."""
+"""Choice of the iterations that are done: all but the ones of --iterations-to-skip."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class ZerosHook(Hook):
 class ExpertsHook(Hook):
     """Mixture of experts: the routers' auxiliary losses. Every rank takes part.
 
-    per_layer: also those of each layer, and how evenly its experts were chosen in the step:
+    per_layer: also each layer's, and how evenly its experts were chosen in the step:
 
     | name             | what                                                                            | even |
     |------------------|---------------------------------------------------------------------------------|------|
@@ -176,7 +176,7 @@ class ExpertsHook(Hook):
         for router in list_routers(run):
             for name, summed in router.take_losses().items():
                 own[layers.index(router.layer_number), names.index(name)] += summed
-        all_reduce(own, run.groups.world)  # each process has what its own tokens add to its own layers' losses
+        all_reduce(own, run.groups.world)  # each process has what its tokens add to its layers' losses
         return own * run.batch_size.micro_batch_size / samples
 
     def _reduce_load(self, run: Run, layers: list[int]) -> dict[str, Tensor]:
@@ -211,7 +211,7 @@ class ExpertsHook(Hook):
 
 
 def _record_layers(run: Run, layers: list[int], values: Mapping[str, Tensor]) -> None:
-    """Record values [layers] by name, those of each layer under a name of their own."""
+    """Record values [layers] by name, each layer's under a separate name."""
     for name, of_layers in values.items():
         for layer, value in zip(layers, of_layers.unbind(), strict=True):
             run.metrics.record(f"{name} layer {layer}", value, reduce="last")
@@ -391,7 +391,7 @@ class LayerNormsHook(Hook):
     def on_gradients(self, run: Run) -> None:
         """Measure the gradients of each layer before clipping. Every rank takes part."""
         if (run.progress.iteration + 1) % self.log_interval == 0:
-            # With --fp16 gradients are those of the loss times the loss scale until the update.
+            # With --fp16 gradients include the loss scale until the update.
             scaled = compute_layer_norms(list_flat_buffers(run), run.optimizer.model_sum, "gradients")
             self._gradients = {layer: norm / run.optimizer.loss_scale for layer, norm in scaled.items()}
 

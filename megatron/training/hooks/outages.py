@@ -68,7 +68,7 @@ class Outages:
     def call(self, hook: Hook, name: str, moment: Callable[[], None], rows: int = 0) -> None:
         """Call the moment `name` of the hook, by which `rows` rows or points are written; an error is told and counted.
 
-        Raises what is not the hook's own error: that a loader process or another rank was lost can come up anywhere.
+        Raises errors that are not the hook's: the loss of a loader process or of another rank can come up anywhere.
         """
         outage = self._of_hooks.setdefault(id(hook), _Outage())
         if name in outage.moments and name not in _LAST_MOMENTS and outage.is_pausing():
@@ -112,7 +112,7 @@ class Outages:
 
     def _recover(self, hook: Hook) -> None:
         outage = self._of_hooks[id(hook)]
-        # Of all its moments: they write to the same place, and the next one that fails begins an outage of its own.
+        # Of all its moments: they write to the same place, and the next one that fails begins another outage.
         outage.moments.clear()
         if outage.is_told:
             lost = f"; {_count_rows(outage.lost_rows)} lost" if outage.lost_rows else ""
@@ -121,7 +121,7 @@ class Outages:
 
 def _describe(error: Exception) -> str:
     text = " ".join(str(error).split())
-    # The sentences of our own errors need no name of a class.
+    # Our errors are sentences, which need no class name.
     return text if isinstance(error, MegatronError) else f"{type(error).__name__}: {text}"
 
 

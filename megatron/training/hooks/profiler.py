@@ -119,7 +119,7 @@ class MemoryHistoryHook(Hook):
         if self._is_recording:
             path = Path(self.config.memory_snapshot_path)
             if len(self.config.profile_ranks) > 1:
-                # Ranks share a file system: one name for all would leave the file of whoever writes last.
+                # Ranks share a file system: with one name, only the file written last would remain.
                 path = path.with_name(f"{path.stem}-rank-{run.groups.world.rank()}{path.suffix}")
             self._is_recording = False
             device.dump_memory_snapshot(path)

@@ -27,7 +27,7 @@ class ProgressBar:
     def __init__(
         self, iteration: int, target_iterations: int, predict: Callable[[], float | None] = lambda: None
     ) -> None:
-        """predict: the seconds that are left; None as long as only the bar's own rate can tell."""
+        """predict: the seconds that are left; None as long as only the bar's rate can tell."""
         self.iteration, self.target = iteration, target_iterations
         self.predict = predict
         self.seconds_per_step: float | None = None

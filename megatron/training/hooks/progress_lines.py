@@ -40,7 +40,7 @@ class Interval:
     """Steps that were neither skipped nor NaN; many are both."""
     losses: dict[str, float] = field(default_factory=dict)
     values: dict[str, list[float | None]] = field(default_factory=dict)
-    """Of all metrics, those of each step."""
+    """By metric, the values of each step."""
 
     def add(self, row: MetricsRow) -> None:
         """Count one step. A skipped or NaN step has no part in the mean loss."""
@@ -77,7 +77,7 @@ class Interval:
                 yield text(value)
 
     def scale_rate(self, row: MetricsRow, name: str) -> float | None:
-        """A rate of the interval's last step as that of its mean step; None where it is not known."""
+        """Return a rate measured on the interval's last step, scaled to its mean step; None where it is not known."""
         value = row.values.get(name)
         return None if value is None else value * row["iteration_time_seconds"] * self.steps / self.elapsed_seconds
 
@@ -89,7 +89,7 @@ class Clock(NamedTuple):
     """The times of a progress line, in seconds."""
 
     elapsed: float
-    """Since this run began to train; not that of the runs it continues."""
+    """Since this run began to train; runs that it continues do not count."""
     left: float
     """Until the last iteration."""
     until_stop: float | None = None
@@ -100,8 +100,8 @@ class Pace:
     """Speed of this run: from it follows how long the rest takes.
 
     The samples that are left, at the time that a sample of the last 100 steps took, times wall time over time in steps:
-    evaluations and checkpoints have the share that they had so far. Samples, since those of a growing batch are not
-    spread evenly over the iterations. The first step does not count, which warms up and may compile.
+    evaluations and checkpoints take the fraction that they took so far. Samples, since a growing batch does not spread
+    them evenly over the iterations. The first step does not count, which warms up and may compile.
     """
 
     RECENT_STEPS = 100
@@ -166,7 +166,7 @@ def format_progress_line(
 ) -> str:
     """One line in upstream's wording: means over the interval for loss and time, the last step for the rest.
 
-    What upstream does not have stands at the end, or as a field of its own.
+    What upstream does not have is at the end, or a separate field.
     """
     fields = [
         f"iteration {row.iteration:8d}/{target_iterations:8d}",
@@ -246,8 +246,8 @@ def format_short_line(
     texts: Sequence[str] = (),
     columns: int = MOST_COLUMNS,
 ) -> str:
-    """The numbers that people watch, in one row of at most `columns`; what was asked for besides, or is unusual,
-    follows where there is room, else on rows of its own.
+    """The numbers that people watch, in one row of at most `columns`; what was requested in addition, or is unusual,
+    follows where there is room, else on further rows.
 
     1200/9000  loss  4.3456  grad norm  1.345  lr 1.000E-05  123.4k tok/s  MFU 45.1%  73.2 GiB  ran 1h02m   ETA 12d03h
     """

@@ -115,7 +115,7 @@ def _find_groups(chunks: Sequence[ModelChunk], groups: ProcessGroupCollection) -
 
 
 def compute_checksum(values: Tensor) -> Tensor:
-    """A 64-bit sum over the bits of all elements, each times an odd number of its own; a scalar on the device.
+    """Return a 64-bit sum over the bits of all elements, each times a different odd number; a scalar on the device.
 
     Odd numbers have an inverse modulo 2^64, so that one changed element, in whichever bit, always changes the sum. NaN
     and -0.0 are bits like others.
@@ -135,7 +135,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def compare_weights(chunks: Sequence[ModelChunk], groups: ProcessGroupCollection) -> str | None:
-    """Compare all weights with those of every process that holds the same ones; every rank calls this.
+    """Compare all weights with every process that holds the same ones; every rank calls this.
 
     None where all agree. Otherwise who differs in what, the same words on every rank. The host waits once.
     """

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Record of the experts that each token got: written after every step (--moe-routing-trace-path), or taken from there
-in place of the routers' own choice (--moe-enable-routing-replay).
+in place of the routers' choice (--moe-enable-routing-replay).
 
     DIR/iter_0000010/      decoder.layers.1.mlp.router.experts, int64 [tokens of the global batch, experts of a token]
 
-Tokens are numbered as those of activation dumps: sample * s + position. So a run in another layout can replay them.
+Tokens are numbered as in activation dumps: sample * s + position. So a run in another layout can replay them.
 """
 
 from __future__ import annotations

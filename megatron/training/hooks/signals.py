@@ -15,7 +15,7 @@ _MOST_SECONDS = 0.2
 
 
 class SignalWatch:
-    """Between `open` and `close`, signals are handed to a function on a thread of their own and do nothing else.
+    """Between `open` and `close`, signals are passed to a function on a separate thread and do nothing else.
 
     Python runs handlers between two instructions of the main thread, which a collective that waits for a lost peer
     never reaches. What the system calls writes the number of the signal into a pipe at once (signal.set_wakeup_fd).
@@ -53,7 +53,7 @@ class SignalWatch:
     @staticmethod
     def pass_on(number: signal.Signals) -> None:
         """Let the signal do to this process what it does without a handler; from any thread."""
-        # Python's own function is for the main thread alone, which may never listen.
+        # Python's function works on the main thread only, which may never listen.
         ctypes.pythonapi.PyOS_setsig(ctypes.c_int(number), ctypes.c_void_p(0))
         os.kill(os.getpid(), number)
 

@@ -65,7 +65,7 @@ class SimulatedFaultsHook(Hook):
         return cls(faults, config.checkpoint.save) if faults else None
 
     def on_train_start(self, run: Run) -> None:
-        """Leave this rank its own. Raises ConfigError for a tensor that no rank has."""
+        """Keep only this rank's faults. Raises ConfigError for a tensor that no rank has."""
         rank = run.groups.world.rank()
         self._faults = [fault for fault in self._faults if fault.rank == rank]
         for fault in self._faults:

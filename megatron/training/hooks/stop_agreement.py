@@ -91,7 +91,7 @@ class StopAgreement:
         store.add(present, 1)
         while (is_complete := store.add(present, 0) >= self.size) is False and time.monotonic() < deadline:
             time.sleep(_PAUSE_SECONDS)
-        # Whoever is first to see that all are there, or that its time is over, decides for all who have come.
+        # The first rank to see that all are there, or that its time is over, decides for all that have come.
         if store.compare_set(verdict, "", "stop" if is_complete else "go on") == b"stop":
             return str(store.get("reason").decode())
         return None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """--log-straggler: how long each rank works in each phase of an iteration, and which rank is slower than its peers.
 
-Timed is a rank's own work (work_clock.py): there it waits for no other one, but for those of its tensor- and
+Only a rank's own work is timed (work_clock.py): there it waits for no other rank, except in its tensor- and
 context-parallel group, which are as slow as the slowest of them. The first line is upstream's: the ranks with the least
 and the most of a forward pass (Rtt, ms in an iteration), of fetching data (DRtt), and of throughput (Etpt, TFLOP/s, by
 a third of the operations of forward and backward).
@@ -56,7 +56,7 @@ class RankTimes(NamedTuple):
 
     @property
     def work_ms(self) -> float:
-        """Milliseconds of its own work."""
+        """Milliseconds of its work."""
         return sum(self.phases[phase].usual for phase in OWN_WORK)
 
     @property
@@ -96,7 +96,7 @@ def find_slow_ranks(
 
 
 def find_suspects(times: Sequence[RankTimes]) -> list[Suspect]:
-    """Return the ranks that are slower in a phase of their own work than the others of their pipeline stage."""
+    """Return the ranks that are slower in a phase of work than the others of their pipeline stage."""
     found = []
     for stage in sorted({t.stage for t in times}):
         peers = [rank for rank, t in enumerate(times) if t.stage == stage]
@@ -167,7 +167,7 @@ class StragglerHook(Hook):
         return cls(settings, config.logger.log_interval) if settings.log_straggler else None
 
     def on_train_start(self, run: Run) -> None:
-        """Time this rank's work; on the first rank, listen for whoever switches reports on and off."""
+        """Time this rank's work; on the first rank, listen for requests to switch reports on or off."""
         self._clock.attach(run)
         self._places = all_gather_object((socket.gethostname(), run.groups.pp.rank()), run.groups.world)
         if run.is_first_rank:
@@ -236,7 +236,7 @@ class StragglerHook(Hook):
         self._accuse(times)
 
     def _accuse(self, times: Sequence[RankTimes]) -> None:
-        """Name whoever was slow in enough reports in succession."""
+        """Name the ranks that were slow in enough reports in succession."""
         found = find_suspects(times)
         for key in set(self._slow) - {(suspect.phase, suspect.rank) for suspect in found}:
             del self._slow[key]
@@ -253,7 +253,7 @@ class StragglerHook(Hook):
 
     def _listen(self) -> None:
         try:
-            # On this machine alone: whoever can reach the port can switch.
+            # On this machine only: anybody who can reach the port can switch.
             self._switch = socket.create_server(("127.0.0.1", self._settings.straggler_ctrlr_port))
         except OSError as error:
             port = self._settings.straggler_ctrlr_port

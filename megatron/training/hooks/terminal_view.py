@@ -51,7 +51,7 @@ class RichView(ProgressBar):
         self.redraw()
 
     def redraw(self) -> None:
-        """Draw the view anew."""
+        """Draw the view again."""
         self._drawn_at = time.monotonic()
         self._live.update(self.render(), refresh=True)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's own work in an iteration, phase by phase: fetching data, forward, backward, the optimizer's update. The rest
+"""A rank's work in an iteration, phase by phase: fetching data, forward, backward, the optimizer's update. The rest
 of an iteration is communication, and waiting: for other ranks, or for a processor that another program has.
 
 Backward begins when the gradient of a chunk's output arrives, and ends with the engine's pass. Only marks are taken on
@@ -89,7 +89,7 @@ class WorkClock:
         run.optimizer.around_update = self._time_update
 
     def _mark(self) -> Mark:
-        """A moment by a clock that stands still while this process has no processor; a GPU's is its own."""
+        """Return the time by a clock that stops while this process has no processor; on a GPU, by the GPU's clock."""
         moment = mark()
         return moment - self._queue.read_seconds() if isinstance(moment, float) else moment
 
@@ -136,8 +136,7 @@ class WorkClock:
             self._iterations.append((self._marks, of_host, self._began, mark()))
 
     def read(self) -> dict[str, PhaseTime]:
-        """The phases of the iterations since the last call, of which there must be one, and begin anew. Waits for the
-        device."""
+        """Return the phases of the iterations (one or more) since the last call, and reset. Waits for the device."""
         found: dict[str, list[float]] = defaultdict(list)
         for marks, of_host, began, ended in self._iterations:
             seconds = dict.fromkeys(PHASES, 0.0) | of_host
@@ -156,6 +155,6 @@ def _summarise(values: list[float]) -> PhaseTime:
     count, mean, ordered = len(values), sum(values) / len(values), sorted(values)
     middle = (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
     # Half of the values lie between the quartiles, which of a normal distribution are 1.35 standard deviations apart;
-    # the median of such values has an error that is 1.25 times that of their mean.
+    # the median of such values has an error 1.25 times as large as their mean's.
     deviation = (ordered[(3 * count) // 4] - ordered[(count - 1) // 4]) / 1.35 if count > 1 else 0.0
     return PhaseTime(mean, 1.25 * deviation / math.sqrt(count), middle)

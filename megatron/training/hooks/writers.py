@@ -4,9 +4,9 @@
 metrics.jsonl has one JSON object per line, for programs to read. A row of training has "iteration", "consumed_samples",
 "lm loss", "grad_norm", "lr", ...; a row of an evaluation has "iteration", "split" and "eval": {"lm loss": ...}. Numbers
 have full precision; a value that is not known or not finite is null. Rows are flushed when they are written, so that a
-killed run loses only those of the iterations since its last progress line.
+killed run loses only the rows since its last progress line.
 
-Curves have upstream's names, which differ from those of metrics.jsonl for the numbers of a step.
+Curves have upstream's names, which for the numbers of a step differ from the names in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def build_row_points(row: MetricsRow, config: LoggerConfig, world_size: int) -> 
         (config.log_throughput, {"throughput", "tokens-per-second", "mfu"}),
     ):
         wanted |= names if is_asked_for else set()
-    # Only the step's own numbers are thinned out: what a flag measures has an interval of its own.
+    # Only the step's numbers are thinned out: what a flag measures has a separate interval.
     is_due = row.iteration % config.tensorboard_log_interval == 0
     points = {}
     for name, value in row.values.items():
@@ -266,7 +266,7 @@ class TensorBoardHook(Hook):
         if run.is_first_rank:
             # On the first rank only: the package need not be installed on every node.
             tensorboard = optional_deps.require("torch.utils.tensorboard", needed_by="--tensorboard-dir")
-            # Its errors are raised in the call that follows; the thread's own traceback would say them once more.
+            # Its errors are raised in the call that follows; the thread's traceback would repeat them.
             self._previous_excepthook, threading.excepthook = threading.excepthook, self._hear_of_thread
             try:
                 run.tensorboard_writer = tensorboard.SummaryWriter(
@@ -361,7 +361,7 @@ class WandbHook(Hook):
                 dir=str(directory),
                 config=run.config.to_dict(),
             )
-        except Exception as error:  # the package's own kinds of failure: no account, no network, no such entity
+        except Exception as error:  # whatever the package raises: no account, no network, no such entity
             reason = " ".join(str(error).split())[:200]
             raise ConfigError(
                 f"{needed_by}: Weights & Biases cannot begin a run ({type(error).__name__}: {reason}); "

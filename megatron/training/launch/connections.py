@@ -28,7 +28,7 @@ class Connections:
         self._noted |= _list_sockets() - before
 
     def cut(self) -> None:
-        """End them: whoever waits at one of them, here or at its other end, has an error."""
+        """Close them: a call that waits on one, here or at its other end, fails."""
         for descriptor, _ in self._noted & _list_sockets():
             # A peer may have ended it already.
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:

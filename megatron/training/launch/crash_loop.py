@@ -109,8 +109,8 @@ class FailureRecord:
 
 
 def describe_failure(error: Exception) -> str | None:
-    """The sentence of an error that ended a run; None where something outside the process has ended it: a lost peer,
-    whose own failure counts, or a process that was killed."""
+    """Return the sentence of the error that ended a run; None where something outside the process ended it: a lost
+    peer, whose failure counts, or a process that was killed."""
     causes = [error, error.__cause__]
     if any(isinstance(e, RuntimeError) and (explain_lost_peer(e) or explain_lost_loader(e)) for e in causes):
         return None
@@ -118,7 +118,7 @@ def describe_failure(error: Exception) -> str | None:
 
 
 def digest_settings(config: RunConfig) -> str:
-    """Digest all settings but those of reports and rehearsals: runs that may fail for another reason."""
+    """Digest all settings except for reports and rehearsals: runs that may fail for another reason."""
     values = config.to_dict()
     kept = {
         name: values[group].get(name)

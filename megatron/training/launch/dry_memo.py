@@ -2,7 +2,7 @@
 """Results of operations on fake tensors, remembered by the shapes of their operands.
 
 A step repeats the same operations for every layer and microbatch. What an operation with these shapes returns is worked
-out once, by torch, and made again from what is remembered: a tensor of its own, a view of an operand, or the operand.
+out once, by torch, and made again from what is remembered: a new tensor, a view of an operand, or the operand.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Spec(NamedTuple):
     """Recipe of a result that is made again."""
 
     operand: int | None
-    """The tensor among the operands that it is, or whose storage it lies in; none for one of its own."""
+    """The operand that it is, or whose storage it shares; None for a new tensor."""
     is_operand: bool
     shape: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()

@@ -184,7 +184,7 @@ def count_flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> in
         shapes = [args[index].shape for index in range(3 + _ATTENTION[name])]
         return int(sdpa_backward_flop_count(*shapes) if _ATTENTION[name] else sdpa_flop_count(*shapes))
     if name in ("mm", "addmm"):
-        # With a wider number format of the result there are more operands, which torch's formulas do not know.
+        # With a wider dtype of the result there are more operands, which torch's formulas do not know.
         args, kwargs = [operand for operand in args if isinstance(operand, Tensor)], {}
     count = flop_registry.get(func._overloadpacket)
     return 0 if count is None else int(count(*args, **kwargs, out_val=result))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""--dry-run: the run's own code for one step of any rank of any cluster, in one process, without a GPU.
+"""--dry-run: the run's code for one step of any rank of any cluster, in one process, without a GPU.
 
 Model, schedule, forward, backward and optimizer are the real ones, on tensors that have shapes and no values and with
 groups whose other members are imagined. Each rank's peak memory, products, kernels and collectives are counted, and
@@ -102,7 +102,7 @@ def dry_run(config: RunConfig, recipe: Recipe, build: Build) -> int:
 
 
 def _shorten_step(config: RunConfig) -> tuple[RunConfig, int, int]:
-    """A config of its own whose step has few microbatches; how many it has, and how many the run's has."""
+    """Return a copy of the config whose step has few microbatches; their number, and the run's number."""
     training = config.training
     per_microbatch = (training.micro_batch_size or 1) * config.data_parallel_size
     whole = max(1, (training.global_batch_size or per_microbatch) // per_microbatch)
@@ -133,7 +133,7 @@ def run_rank(config: RunConfig, recipe: Recipe, build: Build, place: PretendedRa
         groups = ProcessGroupCollection.build_alone(grid, rank)
         groups.set_current()
         process = Process(Launch(rank, world_size, 0), torch.device("cpu"), groups)
-        # What a rank's set-up says is the run's business, not that of the dry run.
+        # What a rank's set-up prints is the run's business, not the dry run's.
         with contextlib.redirect_stdout(io.StringIO()), ready(recorder):
             set_seeds(config.model.seed, groups)
             run = build(config, process, recipe, [])

@@ -2,8 +2,8 @@
 """Meeting of the watchers of all hosts at the job's store: who is there, who raises the alarm, and who judges.
 
 Each watcher gives a sign of life every second. Signs are numbered over all hosts, so that a host knows by its own clock
-since when another one has given none: what it gave afterwards itself has the larger numbers. A host that is cut off
-has been silent for as long as the step when that is taken for hung, and nobody need wait for it then.
+since when another has given none: the signs that it gave afterwards have larger numbers. A host that is cut off has
+been silent for as long as the step when that is taken for hung, and nobody need wait for it then.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Meeting(threading.Thread):
         world_size: int,
         hurries: Callable[[], bool],
     ) -> None:
-        """list_ranks: returns those of this host. hurries: says whether the alarm is to be heard within a quarter of a
+        """list_ranks: returns this host's. hurries: says whether the alarm is to be heard within a quarter of a
         second."""
         super().__init__(name="meeting", daemon=True)
         self.is_alarmed = threading.Event()

@@ -141,7 +141,7 @@ def _find_other_collective(states: Sequence[RankState]) -> HangVerdict | None:
         kinds = Counter((call.kind, call.tensor_bytes) for _, call in members)
         if len(kinds) < 2:
             continue
-        # The majority is right; of two equal halves, that of the lowest rank.
+        # The majority is right; of two equal halves, the one with the lowest rank.
         usual = max(kinds, key=lambda kind: (kinds[kind], kind == (members[0][1].kind, members[0][1].tensor_bytes)))
         others = [(s, call) for s, call in members if (call.kind, call.tensor_bytes) != usual]
         right = next(call for _, call in members if (call.kind, call.tensor_bytes) == usual)

@@ -35,7 +35,7 @@ from megatron.training.launch.launch import Launch
 T = TypeVar("T")
 _POLL_SECONDS = 0.25
 _PATIENCE_SECONDS = 3.0
-"""A run that is over before needs no watcher; one with a limit of its own gets it before anything can hang."""
+"""A run that is over before needs no watcher; a run with a limit gets one before anything can hang."""
 _DIRECTORIES = "megatron_hang_watch_"
 _NEW_SECONDS = 60.0
 """A directory that is younger may not be locked yet."""
@@ -204,7 +204,7 @@ def read_flight_recorder() -> str:
     """Return the collectives that torch's flight recorder, of NCCL or of gloo, holds for unfinished, a line for each;
     the last one where none is."""
     functions = torch._C._distributed_c10d
-    # torch has no public function for it. NCCL's own is there in builds with CUDA only.
+    # torch has no public function for it. NCCL's is there in builds with CUDA only.
     is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
     dump = getattr(functions, "_dump_nccl_trace_json" if is_nccl else "_dump_fr_trace_json")
     entries = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])

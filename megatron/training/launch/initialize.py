@@ -63,7 +63,7 @@ class Process:
     presence: Presence | None = None
     """With several processes: which of them are still there."""
     connections: Connections | None = None
-    """With several processes: those of its groups."""
+    """Of its groups, with several processes."""
     watch: HangWatch | None = None
     """With several processes: what tells when the job is hung, and for whom it waits."""
     meeting_point: MeetingPoint | None = None
@@ -155,9 +155,9 @@ def _join(
     gpu = device_module.identify_gpu(device) if backend == "nccl" else None
     check = StartupCheck(store, launch.rank, launch.world_size, patience)
     check.check(config.flag_values(), gpu, {"kernels in Triton": find_obstacle(device)})
-    # Never with `device_id`, although torch suggests it: communicators are then made at once, and sends and
-    # receives of pipeline stages go through that of their whole group, in one order with all else that it carries,
-    # where those that are posted early can wait for each other for ever.
+    # Never with `device_id`, although torch suggests it: communicators are then made at once, and sends and receives of
+    # pipeline stages go through their whole group's, in one order with all else that it carries, where those that are
+    # posted early can wait for each other for ever.
     connections = Connections()
     if seat is not None:
         seat.cut = connections.cut
@@ -199,7 +199,7 @@ def connect_groups(groups: ProcessGroupCollection, config: RunConfig, device: to
     fields = [*_USED_GROUPS, *(["embd"] if config.ties_embeddings else [])]
     if config.model.num_moe_experts is not None:
         fields += _GROUPS_OF_EXPERTS
-    # In the order of the fields, which is that of all ranks: members of a group then meet in it one after the other.
+    # In the order of the fields, the same on all ranks: members of a group then meet in it one after the other.
     distinct = groups.list_distinct(fields)
     for group in distinct:
         all_reduce(token, group)
@@ -209,7 +209,7 @@ def connect_groups(groups: ProcessGroupCollection, config: RunConfig, device: to
 
 
 def _tell_environment(seat: Seat) -> None:
-    """Set RANK and WORLD_SIZE, until the seat is left, for whoever reads them there: the process may have another place
+    """Set RANK and WORLD_SIZE, until the seat is left, for code that reads them: the process may have another place
     than its launcher gave it."""
     for name, number in (("RANK", seat.launch.rank), ("WORLD_SIZE", seat.launch.world_size)):
         seat.give_back_later(functools.partial(_set_variable, name, os.environ.get(name)))
@@ -230,7 +230,7 @@ def find_launch() -> Launch:
 
 
 def read_place() -> tuple[int, int, int]:
-    """(rank, number of processes, rank on this node) as the environment says; those of a single process otherwise."""
+    """(rank, number of processes, rank on this node) as the environment says; (0, 1, 0) otherwise."""
     numbers = (os.environ.get(name, default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     rank, size, local = (int(number) if str(number).isdecimal() else 0 for number in numbers)
     return rank, max(1, size), local
@@ -269,7 +269,7 @@ def explain_lost_peer(error: RuntimeError, presence: Presence | None = None) -> 
     the rank, where that can be found out, which takes up to some seconds."""
     # gloo raises plain RuntimeErrors; its file names in the text are all that marks them.
     communication = isinstance(error, dist.DistError) or "gloo" in str(error)
-    # NCCL takes memory of the GPU, too, and says so as an error of its own.
+    # NCCL takes memory of the GPU, too, and raises its own error where there is none.
     if not communication or explain_refused_memory(error) is not None:
         return None
     reason = " ".join(str(error).split())[:200]
@@ -291,10 +291,10 @@ def explain_nondeterminism(error: RuntimeError) -> str | None:
 
 
 def set_seeds(seed: int, groups: ProcessGroupCollection) -> None:
-    """Seed Python, numpy and torch. Weights have generators of their own; this is for dropout and user code.
+    """Seed Python, numpy and torch. Weights have separate generators; this is for dropout and user code.
 
     Pipeline stages draw different numbers. Data-parallel replicas draw the same ones, as upstream; tensor-parallel
-    ranks have a common stream and one of their own each.
+    ranks have a common stream, and each a private one.
     """
     seed += 100 * groups.pp.rank()
     random.seed(seed)

@@ -48,13 +48,13 @@ class Launch:
     beginning: int = 0
     """Number of times that the job has begun again inside its processes since."""
     leads_host: bool | None = None
-    """True for the one process that acts for all of the job on its host; that of local rank 0 when None."""
+    """True for the one process that acts for all of the job on its host; None: local rank 0."""
     job: str = "N/A"
     """SLURM's id of the job."""
     whole: Launch | None = None
     """Place among the ranks of all sites, where this job is one of several sites that were started as one job."""
     node: str = "0"
-    """Number of this node among those of the launcher (torchrun's agents, SLURM's nodes), where that says it."""
+    """Number of this node among the launcher's (torchrun's agents, SLURM's nodes), where it says so."""
 
     @property
     def is_first_of_host(self) -> bool:
@@ -195,7 +195,7 @@ def run_job(main: Callable[[], int | None], environ: Mapping[str, str]) -> int:
     """Call `main` and return the exit code; a MegatronError becomes one `error:` line for the whole job.
 
     Most errors are the same on every rank: rank 0 says them at once. The others wait a moment before they say theirs,
-    with their rank; by then the launcher has ended them, unless the error was their own.
+    with their rank; by then the launcher has ended them, unless the error was theirs.
     """
 
     def patient_main() -> int | None:

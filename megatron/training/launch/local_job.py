@@ -71,9 +71,9 @@ def run_locally(
     """`function(rank, *arguments)` on each process; the results in rank order.
 
     function: at module level, with arguments that can be pickled; it runs with torch.distributed initialised. A
-    MegatronError is raised here as it was there. Raises CrashError, naming rank and signal, when a process dies by a
-    fault of its own (SIGSEGV, ...), and TemporaryError when one is killed from outside or fails otherwise, or when not
-    all are done within the time.
+    MegatronError is raised here as it was there. Raises CrashError, naming rank and signal, when a process dies by its
+    own fault (SIGSEGV, ...), and TemporaryError when one is killed from outside or fails otherwise, or when not all are
+    done within the time.
     """
     context = multiprocessing.get_context("forkserver")
     # Imported once in the server; each process is then a fork of it, without the seconds that torch takes.
@@ -201,7 +201,7 @@ def _work(
     pipe: Connection,
 ) -> None:
     """Run the call and send one report. A process that failed leaves at once, so that its peers notice; one that is
-    done stays until all are, so that a failure is seen as the failing rank's own."""
+    done stays until all are, so that a failure is attributed to the right rank."""
     # The server that forked this process, and the caller: the server lives as long as one of its processes does.
     end_with_parent(os.getppid())
     if (caller := multiprocessing.parent_process()) is not None and caller.pid is not None:

@@ -134,7 +134,7 @@ def measure_machine(
 
 
 def count_processors() -> float:
-    """Processors that this process may use: those of its affinity, or less where a control group has a quota."""
+    """Count the processors that this process may use: its affinity, or less where a control group has a quota."""
     found = [float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)]
     for directory in list_control_groups("cpu"):
         for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):

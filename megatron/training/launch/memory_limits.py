@@ -42,7 +42,7 @@ def refuse_oversize(
     """Raise MemoryShortageError on every rank when the parameters of `modules` cannot be
     trained in the memory there is; of activations nothing is assumed. Every rank calls this.
 
-    own_optimizer: it is not that of the settings, so that nothing is known of its state.
+    own_optimizer: it is not the one of the settings, so that nothing is known of its state.
     """
     needed = sum(
         _count_training_bytes(config, parameter, own_optimizer) for m in modules for parameter in m.parameters()
@@ -73,7 +73,7 @@ def _count_training_bytes(config: RunConfig, parameter: nn.Parameter, own_optimi
     offloads = optimizer.optimizer_cpu_offload and not device_module.is_cpu(device_module.current_device())
     offloaded = optimizer.optimizer_offload_fraction if offloads else 0.0
     copies = count_copies(config.model, config.site_replicas, of_experts=get_placement(parameter, "").is_expert)
-    # Of a program's own optimizer, of whose state nothing is known, none counts.
+    # A program's own optimizer, of whose state nothing is known, does not count.
     each = count_element_bytes(
         ddp, optimizer, weight=weight, gradient=gradient, copies=copies, offloaded=1.0 if own_optimizer else offloaded
     )

@@ -25,7 +25,7 @@ _KINDS = {"tensor": "tp", "context": "cp", "pipeline": "pp", "data": "dp_cp", "e
 def check_before_training(run: Run, launch: Launch, groups: ProcessGroupCollection) -> None:
     """Measure, compare, and print the table on the first rank; every rank calls this before the first step.
 
-    groups: those of the run, whose calls nobody counts. Raises PreflightError on every rank where a check fails.
+    groups: the run's, whose calls are not counted. Raises PreflightError on every rank where a check fails.
     """
     save = run.config.checkpoint.save
     count = count_kept_checkpoints(run)

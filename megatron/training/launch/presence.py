@@ -2,7 +2,7 @@
 """Detection of ranks that have ended: every process keeps a port open that nobody serves, and the system closes it when
 it ends.
 
-A collective that fails says that some peer is gone, not which one. Whoever sees that knocks at the others' ports.
+A collective that fails says that some peer is gone, not which one. A rank that sees this knocks at the others' ports.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Presence:
         self._launch = launch
         self._store = PrefixStore("presence", store)
         self._port = socket.create_server(("", 0))
-        # Forked processes, those of a data loader for example, would keep it open when this one is gone.
+        # Forked processes, such as a data loader's, would keep it open when this one is gone.
         os.register_at_fork(after_in_child=self._port.close)
         port = self._port.getsockname()[1]
         self._store.set(f"address/{launch.rank}", f"{_find_own_address(launch)} {port}")

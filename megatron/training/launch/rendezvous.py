@@ -40,7 +40,7 @@ def open_store(launch: Launch, timeout_seconds: float) -> Store:
     assert addr is not None and port is not None, "one process has nobody to meet"
     serves = launch.rank == 0 and not launch.agent_store
     deadline = time.monotonic() + timeout_seconds
-    # Plain sockets first: their errors say what is wrong, without the stack traces that torch prints for its own.
+    # Plain sockets first: their errors say what is wrong, without the stack traces that torch prints.
     if serves:
         _check_port(addr, port)
     else:
@@ -156,7 +156,7 @@ class StartupCheck:
             self._abort(f"{mine}, but {first}; start all ranks alike")
 
     def _check_gpu(self, gpu: str) -> None:
-        """Compare with whoever came first with this GPU: NCCL takes each for one process only."""
+        """Compare with the first process that named this GPU: NCCL takes each for one process only."""
         first = int(self.store.compare_set(f"gpu/{gpu}", "", str(self.rank)).decode())
         if first != self.rank:
             self._abort(

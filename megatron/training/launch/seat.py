@@ -19,13 +19,13 @@ class Seat:
     """One place; `leave` gives back everything that was taken for it, in whatever state that is."""
 
     launch: Launch
-    """Of this beginning: the rank is that of the layout, which another process may have had before."""
+    """Of this beginning: the rank is a place in the layout, which another process may have had before."""
     store: Store
     """Keys of this beginning alone."""
     patience_seconds: float
     """Seconds that ranks wait for each other before they begin."""
     cut: Callable[[], None] = lambda: None
-    """Function that ends the connections of this process's groups: whoever waits at one has an error."""
+    """Function that closes the connections of this process's groups: calls that wait on one fail."""
     _taken: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def give_back_later(self, action: Callable[[], None]) -> None:

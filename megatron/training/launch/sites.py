@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several sites: equal blocks of a job's ranks as jobs of their own, and where their equal ranks meet."""
+"""Several sites: equal blocks of a job's ranks as separate jobs, and where their equal ranks meet."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ class MeetingPoint:
 
 
 def take_site(config: RunConfig, launch: Launch) -> Launch:
-    """Make one block of the ranks a job of its own: returns this process's place in it.
+    """Make each block of ranks a separate job; returns this process's place in its block.
 
-    From here on the settings are those of a site that is a job. It keeps its checkpoints and metrics in a directory of
-    its own, but for the first one, which alone speaks. Raises ConfigError where a program has joined the ranks itself.
+    From here on the settings are those of a site that is a job. Except for the first, which is the only one that
+    prints, a site keeps its checkpoints and metrics in a separate directory. Raises ConfigError where a program has
+    joined the ranks itself.
     """
     sites = config.sites.sites_of_job
     if sites == 1:

@@ -75,10 +75,10 @@ class AttentionLogits:
         self.largest = largest
 
     def _take(self, layer: _Layer) -> Tensor:
-        """The largest score of each head of the model in this step, [heads]; the next step begins anew."""
+        """Return the largest score of each head of the model in this step, [heads], and reset it."""
         own = layer.logits.largest
         assert own is not None, "the layer has not run in this step"
-        # The layer keeps the maximum over its microbatches, so it must begin anew with each step.
+        # The layer keeps the maximum over its microbatches, so it must be reset in each step.
         layer.logits.largest = None
         all_reduce(own, self.groups.dp_cp, op="max")
         of_all_heads = own.new_empty(self.groups.tp.size() * len(own))

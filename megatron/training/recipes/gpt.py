@@ -73,7 +73,7 @@ def forward_step(
     if cp_group.size() > 1:
         from megatron.core.context_parallel.sharding import get_batch_on_this_cp_rank
 
-        # Every rank reads whole sequences and keeps its own piece: nothing about the data is sent.
+        # Every rank reads full sequences and keeps its piece: nothing about the data is sent.
         batch = get_batch_on_this_cp_rank(batch, cp_group)
     output = model(
         batch["tokens"],
@@ -152,7 +152,7 @@ def count_gpt_flops_per_token(config: RunConfig, padded_vocab_size: int, chunks:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.planner.throughput import count_training_flops_per_token
 
-    # A model of the user's own may do anything; a wrong count would show as a wrong MFU.
+    # A user's model may do anything; a wrong count would show as a wrong MFU.
     if not all(isinstance(chunk, GPTModel) for chunk in chunks):
         return None
     assert config.data.seq_length is not None, "checked by read_run_config"
@@ -164,7 +164,7 @@ def count_gpt_flops_per_token(config: RunConfig, padded_vocab_size: int, chunks:
 def describe_gpt_workload(config: RunConfig, padded_vocab_size: int, num_microbatches: int | None = None) -> Workload:
     """Return what a process works on, for the planner's formulas.
 
-    num_microbatches: of a step; those of the end of the run when None, where a growing batch fills the pipeline most.
+    num_microbatches: of a step; None: at the end of the run, where a growing batch fills the pipeline most.
     """
     batch, replicas = config.training, config.data_parallel_size
     micro_batch_size = batch.micro_batch_size or 1
@@ -188,7 +188,7 @@ def describe_gpt_operations(
     groups: ProcessGroupCollection,
     device: torch.device,
 ) -> Mapping[str, str]:
-    """Return which implementation each operation got; nothing for a model or a layer of the user's own."""
+    """Return which implementation each operation got; nothing for a user's model or layer."""
     from megatron.core.models.gpt.gpt_layer_specs import STATE_MIXERS
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -252,7 +252,7 @@ def _describe_engine(chunks: Sequence[nn.Module]) -> dict[str, str]:
     return described | ({"attention": "; ".join(backends)} if backends else {})
 
 
-# ---- layers of the user's own (--spec)
+# ---- a user's layers (--spec)
 
 
 def read_layer_spec(
@@ -261,7 +261,7 @@ def read_layer_spec(
     """The ModuleSpec of one transformer layer, or of a hybrid's stack of layers.
 
     words: of --spec: a module and the name of a function in it, without parameters or with one for the config, or of a
-    ModuleSpec; None or `local`: our own layer. implementation: of --transformer-impl. Raises ConfigError where the
+    ModuleSpec; None or `local`: our layer. implementation: of --transformer-impl. Raises ConfigError where the
     words lead nowhere, or their module or function fails, and as `choose_implementation` does.
     """
     from megatron.core.device import current_device
@@ -317,7 +317,7 @@ def _import_named(module_name: str, name: str) -> Any:
 
 
 def _spec_error(words: Sequence[str], error: Exception) -> ConfigError:
-    """The sentence for an error in a user's own module or function."""
+    """Return the error for a failure in a user's module or function."""
     return ConfigError(
         f"--spec {' '.join(words)} fails with {type(error).__name__}: {error}; --traceback shows where in your code"
     )

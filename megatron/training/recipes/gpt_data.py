@@ -138,7 +138,7 @@ def read_blends(data: DataConfig) -> tuple[Blend | None, list[Blend | None] | No
 
 
 def _check_protocols(data: DataConfig, blends: Sequence[Blend]) -> None:
-    """The multi-storage client reads its profiles' credentials from files of its own: only where it is asked for."""
+    """Allow msc:// only where it was requested: the multi-storage client reads credentials from its profiles' files."""
     found = next((prefix for prefixes, _ in blends for prefix in prefixes if prefix.startswith("msc://")), None)
     if found is not None and not data.enable_msc:
         raise ConfigError(f"{found} is read through the multi-storage client; add --enable-msc to allow that")
@@ -181,7 +181,7 @@ def _read_text(path: str, flag: str) -> str:
 
 
 def _read_fill_in_the_middle_settings(data: DataConfig) -> dict[str, Any]:
-    """The settings of GPTFIMDatasetConfig beyond those of GPTDatasetConfig."""
+    """Return the settings that GPTFIMDatasetConfig has in addition to GPTDatasetConfig's."""
     roles = ("prefix", "middle", "suffix", "pad", "eod")
     return {
         "fim_rate": data.fim_rate,

@@ -114,7 +114,7 @@ def complete_bamba(fields: Fields) -> Fields:
 
 
 def complete_falcon_h1(fields: Fields) -> Fields:
-    """Fill in the channels of Mamba-2, which without a number of their own follow from the hidden size."""
+    """Fill in the channels of Mamba-2, which follow from the hidden size unless set."""
     if fields["mamba_d_ssm"] is None:
         fields["mamba_d_ssm"] = fields.get("mamba_expand", 2) * fields["hidden_size"]
     if fields["mamba_d_head"] == "auto":

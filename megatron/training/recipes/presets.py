@@ -2,10 +2,10 @@
 """Published models by name, for `--preset`: what their config.json says, and how many parameters they have.
 
 A preset is the family's table (families.py) read with the fields of one model, so that its flags are written nowhere
-else. Fields are those of the config.json of the published checkpoint; GPT-3 has none, and is described in the words of
-GPT-2's. Sources: the papers named with each block, and for later releases the published config.json. Shapes are proven
-by the number of parameters (tests/unit/training/recipes/test_presets.py counts them); what no shape shows, such as the
-base of rotary positions, an epsilon or the length of the context, is as published and could not be verified here.
+else. Fields are from the config.json of the published checkpoint; GPT-3 has none, and is described with GPT-2's fields.
+Sources: the papers named with each block, and for later releases the published config.json. Shapes are proven by the
+number of parameters (tests/unit/training/recipes/test_presets.py counts them); what no shape shows, such as the base of
+rotary positions, an epsilon or the length of the context, is as published and could not be verified here.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ K = 1024
 
 
 def _size(layers: int, hidden: int, ffn: int, heads: str, vocab: int, context: int) -> dict[str, Any]:
-    """Sizes in the words of a config.json; heads: "32" or "32/8", the second number being that of keys and values."""
+    """Return sizes as fields of a config.json; heads: "32" or "32/8", the second being the number of KV heads."""
     queries, _, groups = heads.partition("/")
     return {
         "num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": ffn,
@@ -73,7 +73,7 @@ def _size(layers: int, hidden: int, ffn: int, heads: str, vocab: int, context: i
 
 def _build_gpt() -> Iterator[Preset]:
     # Brown et al., arXiv 2005.14165, table 2.1, which calls the second one 350M. Its number of heads of the 1.3B model
-    # and its width of the 13B one contradict its own widths of a head; here are the values that fit.
+    # and its width of the 13B one contradict its head widths; here are the values that fit.
     for name, parameters, layers, hidden, heads in (
         ("gpt3-125m", "125M", 12, 768, 12), ("gpt3-350m", "356M", 24, 1024, 16), ("gpt3-760m", "760M", 24, 1536, 16),
         ("gpt3-1.3b", "1.3B", 24, 2048, 16), ("gpt3-2.7b", "2.7B", 32, 2560, 32), ("gpt3-6.7b", "6.7B", 32, 4096, 32),
@@ -245,8 +245,8 @@ def _build_others() -> Iterator[Preset]:
     # Muennighoff et al., arXiv 2409.02060.
     fields = {"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "rms_norm_eps": 1e-5}
     yield Preset("olmoe-1b-7b", "olmoe", _size(16, 2048, 1024, "16", 50304, 4 * K) | fields, "6.92B", "1.3B")
-    # GLM team, arXiv 2508.06471, which calls them 106B and 355B: it counts neither embedding nor output layer, and of
-    # the larger one the layer that predicts further tokens, which is not here.
+    # GLM team, arXiv 2508.06471, which calls them 106B and 355B: it counts neither embedding nor output layer, but does
+    # count the MTP layer of the larger one, which is not here.
     for name, parameters, active, size, layers, experts, width, has_norms, scale in (
         ("glm4.5-air", "107B", "12B", _size(46, 4096, 10944, "96/8", 151552, 128 * K), 1, 128, 1408, False, 1.0),
         ("glm4.5", "353B", "32B", _size(92, 5120, 12288, "96/8", 151552, 128 * K), 3, 160, 1536, True, 2.5),
@@ -261,8 +261,8 @@ def _build_others() -> Iterator[Preset]:
 
 
 def _build_latent() -> Iterator[Preset]:
-    # DeepSeek-AI, arXiv 2405.04434 and 2412.19437; Kimi team, arXiv 2507.20534. Without the layers that predict further
-    # tokens, which their numbers do not count either.
+    # DeepSeek-AI, arXiv 2405.04434 and 2412.19437; Kimi team, arXiv 2507.20534. Without the MTP layers, which their
+    # numbers do not count either.
     def describe(
         size: dict[str, Any], ranks: tuple[int | None, int], experts: tuple[int, int, int, int], dense_layers: int
     ) -> dict[str, Any]:
@@ -318,7 +318,7 @@ def _build_llama4() -> Iterator[Preset]:
 
 
 def _build_hybrids() -> Iterator[Preset]:
-    # Qwen team, the release of Qwen3-Next, September 2025. The layer that predicts further tokens is not here.
+    # Qwen team, the release of Qwen3-Next, September 2025. The MTP layer is not here.
     fields: dict[str, Any] = {
         "head_dim": 256, "rms_norm_eps": 1e-6, "rope_theta": 10000000.0, "num_experts": 512, "num_experts_per_tok": 10,
         "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "linear_num_key_heads": 16,

@@ -66,7 +66,7 @@ class ForeignModel(Protocol):
 
 class ForeignFiles(Protocol):
     """Reads and writes another program's model files: --load hf:DIR and --save-hf. `megatron.hf` has the one for
-    Hugging Face directories; training itself knows no other format than its own and upstream's."""
+    Hugging Face directories; training itself knows only this project's format and upstream's."""
 
     def open(self, directory: Path, config: RunConfig) -> ForeignModel:
         """Look at a directory whose weights a run with this config is to take. Raises CheckpointError, ConfigError."""
@@ -121,9 +121,9 @@ class Recipe:
     )
     """(chunks, groups, device) -> operation and its implementation, for the beginning of the log."""
     build_optimizer: Callable[[RunConfig, Sequence[nn.Module], ProcessGroupCollection], MegatronOptimizer] | None = None
-    """(settings, wrapped chunks, groups) -> the optimizer; that of the flags when None."""
+    """(settings, wrapped chunks, groups) -> the optimizer; as the flags say when None."""
     build_scheduler: Callable[[RunConfig, Any], Any] | None = None
-    """(settings, optimizer) -> what sets its learning rates; that of the flags when None."""
+    """(settings, optimizer) -> what sets its learning rates; as the flags say when None."""
     process_non_loss_data: Callable[[Any, int, Any], Any] | None = None
     """(data, iteration, TensorBoard writer), called on the first rank after each evaluation."""
     foreign_files: ForeignFiles | None = None

@@ -53,8 +53,8 @@ def take_condition(run: Run, error: Exception, start: StepStart | None, *, evalu
 
 
 def gather_survivors(run: Run, own: SurvivorState) -> tuple[Group, list[int]]:
-    """Return a group of the ranks that are left, and the ranks for whose random numbers this one stands: its own, and
-    those of lost replicas. Every rank that is left calls it. Raises NoEmergencySaveError, on all of them."""
+    """Return a group of the ranks that are left, and the ranks whose random numbers this one saves: itself, and lost
+    replicas. Every rank that is left calls it. Raises NoEmergencySaveError, on all of them."""
     config, world = run.config, run.groups.world
     rank, size = world.rank(), world.size()
     if size == 1:

@@ -38,7 +38,7 @@ class StepStart:
         return start
 
     def put_back(self, run: Run) -> None:
-        """Take the run back to the moment before the step. Its weights must be those of then."""
+        """Take the run back to the moment before the step. Its weights must be unchanged since."""
         run.progress.load_state_dict(self.progress)
         self.random.put_back()
         with torch.no_grad():
@@ -52,7 +52,7 @@ def replay(run: Run) -> None:
     try:
         compute_gradients(run, batches)
     finally:
-        with contextlib.suppress(AttributeError):  # an iterator of the user's own
+        with contextlib.suppress(AttributeError):  # a user's iterator
             batches.close()  # type: ignore[attr-defined]
 
 

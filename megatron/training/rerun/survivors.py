@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Meeting of the processes that are left when one of them has failed.
 
-A group with a member that is gone serves nobody any more, so that they tell each other through the job's key-value
-store who is there and in which state. Those who have come then make a group of their own.
+A group that has lost a member is of no use, so ranks tell each other through the job's key-value store who is there and
+in which state. Those that have come then make a new group.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SurvivorState:
     iteration: int
     """Iterations that it has done."""
     problem: str | None = None
-    """Reason that its state is not that of the end of an iteration, or that it cannot go on."""
+    """Reason why its state does not belong to the end of an iteration, or why it cannot go on."""
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class RejectionLog:
                 ) from error
 
     def add(self, event: ResultVerdict) -> None:
-        """Write the event on its own rank."""
+        """Write the event on the rank where it happened."""
         if self.path is None or event.rank != self.rank:
             return
         now = datetime.datetime.now().isoformat(" ", "seconds")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's names of the training program, for users' own loops. Nothing inside megatron/ imports this room.
+"""Upstream's names of the training program, for users' loops. Nothing inside megatron/ imports this package.
 
 table           which names stand where; see megatron.core.upstream.names
 settings        arguments and globals: set_args, initialize_megatron, validate_args, ...

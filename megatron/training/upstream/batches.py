@@ -27,7 +27,7 @@ def get_ltor_masks_and_position_ids(
     """(mask, loss mask, positions) of tokens [b, s]: bool [b or 1, 1, s, s], True where a token may not be seen, or
     None; float32 [b, s]; int64 [b, s].
 
-    reset_...: positions begin anew, or earlier documents are hidden, behind each eod_token. ..._mask_loss: those tokens
+    reset_...: positions restart, or earlier documents are hidden, after each eod_token. ..._mask_loss: those tokens
     do not count.
     """
     samples, length = data.shape

@@ -32,7 +32,7 @@ isfile = os.path.isfile
 _SAVES = "_saves"
 
 
-# Upstream's functions are handed pieces; a whole Run, with data, does not exist in a loop of one's own.
+# Upstream's functions are passed pieces; a complete Run, with data, does not exist in a user's loop.
 @dataclass
 class _Parts:
     """As much of a Run as a checkpoint is made of."""
@@ -46,14 +46,13 @@ class _Parts:
     save_locks: list[DirectoryLock] = field(default_factory=list)
     loaded_from: Path | None = None
     hooks: Hooks = field(default_factory=lambda: Hooks([]))
-    """Empty: a loop of one's own does itself what hooks do."""
+    """Empty: a user's loop does itself what hooks do."""
     has_common_file: bool = True
     """Converters of programs (slime's) open it."""
     flops_per_token: float | None = None
     seq_length: int = 0
     recipe: Any = None
-    """Of a loop of one's own nothing is known but the vocabulary's rows, and that no files of another system belong to
-    it."""
+    """Of a user's loop only the vocabulary's rows are known, and that no files of another system belong to it."""
 
 
 @take_arguments(
@@ -73,10 +72,10 @@ def save_checkpoint(
 ) -> Path | None:
     """Save to args.save as the given iteration; returns the directory.
 
-    The format is that of pretrain_gpt.py, whatever args.ckpt_format "torch_dist" may mean elsewhere; for upstream's own
-    files set args.ckpt_format = "upstream_torch_dist". With --async-save it is written while the loop goes on, and None
-    is returned: the next call, maybe_finalize_async_save and the end of the program wait for it, and say what has
-    become of it.
+    The format is pretrain_gpt.py's, whatever args.ckpt_format "torch_dist" may mean elsewhere; for upstream's files set
+    args.ckpt_format = "upstream_torch_dist". With --async-save it is written while the loop goes on, and None is
+    returned: the next call, maybe_finalize_async_save and the end of the program wait for it, and say what has become
+    of it.
 
     model: wrapped or bare. optimizer, opt_param_scheduler: None to save weights alone. args.consumed_train_samples says
     which samples come next; from the iteration and the global batch sizes where it is missing. args.save and the other
@@ -215,7 +214,7 @@ def load_args_from_checkpoint(
 
 
 class _ProgramModel:
-    """A model of a program's own, wrapped or bare, as checkpoints need it: the network in `module`."""
+    """A program's model, wrapped or bare, as checkpoints need it: the network in `module`."""
 
     def __init__(self, wrapped: Any, groups: ProcessGroupCollection) -> None:
         self.module = unwrap_model(wrapped)

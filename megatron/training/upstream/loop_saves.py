@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves of a loop of one's own: where they lie, who may write there, and the one that is under way."""
+"""Saves of a user's loop: where they are stored, who may write there, and the one that is under way."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PATIENCE_SECONDS = 60.0
 
 
 class LoopSaves:
-    """Holds --save from the first save to the end of the process: a loop of one's own does not say when it is over."""
+    """Holds --save from the first save to the end of the process: a user's loop does not say when it is over."""
 
     def __init__(self, settings: CheckpointConfig, world: Group) -> None:
         """Every rank calls this. Raises ConfigError where settings do not say where to save, and what prepare_save
@@ -32,7 +32,7 @@ class LoopSaves:
         self.locks = prepare_save(settings, world)
         self._saver: AsyncSaver | None = None
         self._is_non_persistent = False
-        """True if the save under way is of those of which only the newest stays."""
+        """True if the save under way is non-persistent: only the newest of these is kept."""
         if settings.async_save:
             process = None
             if settings.use_persistent_ckpt_worker:

@@ -41,8 +41,8 @@ def parse_and_validate_args(
     extra_args_provider: Any = None, ignore_unknown_args: bool = False, args_defaults: Mapping[str, Any] | None = None
 ) -> Namespace:
     """The settings of the command line as get_args() then returns them. args_defaults: setting -> value for what the
-    command line leaves out. ignore_unknown_args: leave flags alone that nobody here knows. Raises ConfigError with
-    every problem; what only our own loop needs, such as --lr, may be missing."""
+    command line leaves out. ignore_unknown_args: ignore unknown flags. Raises ConfigError with every problem; what only
+    our loop needs, such as --lr, may be missing."""
     words = drop_unknown(sys.argv[1:], extra_args_provider) if ignore_unknown_args else None
     args = as_namespace(read_command_line(extra_args_provider, args_defaults or {}, trains=False, words=words))
     set_global_variables(args, build_tokenizer=args.tokenizer_type is not None)
@@ -169,7 +169,7 @@ def is_hybrid_model(args: Namespace) -> bool:
 
 
 def get_blend_and_blend_per_split(args: Namespace) -> tuple[Any, Any]:
-    """(datasets and weights that are split, or None; those of each split, or None), from the files that hold them."""
+    """Return (datasets and weights that are split, or None; each split's, or None), from the files that hold them."""
     return read_blends(args.run_config.data)
 
 

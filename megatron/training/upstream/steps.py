@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training loop of one's own from upstream's pieces: model, optimizer, step, evaluation, a line of log."""
+"""Upstream's pieces for a custom training loop: model, optimizer, step, evaluation, a line of log."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def get_model(
 
     model_provider_func: (pre_process, post_process) and, where it has parameters for them, vp_stage, config and
     pg_collection -> one chunk. With bf16 or fp16 each chunk is in a Float16Module, so that its logits are float32.
-    model_type: the chunks then have it. config: of the model; that of get_args() when None.
+    model_type: the chunks then have it. config: of the model; from get_args() when None.
     """
     args = get_args()
     run_config = make_run_config(args)
@@ -119,7 +119,7 @@ def setup_model_and_optimizer(
     pg_collection: ProcessGroupCollection | None = None,
 ) -> tuple[list[Any], MegatronOptimizer, OptimizerParamScheduler]:
     """Model, optimizer and learning-rate schedule of the settings, with what --load holds; get_args().iteration is then
-    how far that was. checkpointing_context: of upstream's signature. cfg_container: those of get_args() when None."""
+    how far that was. checkpointing_context: of upstream's signature. cfg_container: from get_args() when None."""
     args = get_args()
     config = cfg_container or make_run_config(args)
     model = get_model(model_provider_func, model_type, pg_collection=pg_collection)
@@ -201,7 +201,7 @@ def mean_losses(losses: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     "prefix forward_step_func data_iterator model iteration process_non_loss_data_func config=... verbose=... "
     "write_to_tensorboard=... non_loss_data_func pg_collection=None p2p_communicator=None",
     "groups are the current ones",
-)  # losses are printed in any case, and a loop of one's own makes its writer
+)  # losses are printed in any case, and a custom loop makes its writer
 def evaluate_and_print_results(
     prefix: str,
     forward_step_func: Callable[..., Any],
@@ -256,7 +256,7 @@ def training_log(
     params_norm: float | None = None,
     num_zeros_in_grad: int | None = None,
 ) -> bool:
-    """Add a step's losses to total_loss_dict; every args.log_interval steps print their means and begin anew.
+    """Add a step's losses to total_loss_dict; every args.log_interval steps print their means and reset.
 
     Returns report_memory_flag as it is: memory is told by --log-memory-interval.
     """

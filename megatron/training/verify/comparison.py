@@ -5,8 +5,8 @@
          -> everything later
 
 Whatever is wrong makes all that follows wrong, too: in this order the first difference is the nearest to its cause.
-Gradients of activations and of parameters are merged: a layer's own weights stand behind the gradient of its output,
-from which they follow, and before the gradient of its input.
+Gradients of activations and of parameters are merged: a layer's weights come after the gradient of its output, from
+which theirs follow, and before the gradient of its input.
 """
 
 from __future__ import annotations
@@ -38,20 +38,21 @@ class Tolerances:
     """Also of the gradients of activations."""
     negligible: float = 1e-6
     """Share of the largest element of all tensors below which a difference is rounding: gradients that would be zero
-    (the bias of keys) have no scale of their own."""
+    (the bias of keys) have no scale."""
 
 
 TOLERANCES_IN_16_BITS = Tolerances(loss=1e-2, grad=0.1, weight=0.1, activation=0.1, negligible=1e-2)
 """Rounding depends on the order of every sum, and an update of Adam makes whole steps of it."""
 TOLERANCES_BY_RANK = Tolerances(loss=1e-2, grad=0.5, weight=0.5, activation=0.5, negligible=1e-2)
-"""In 8 and 4 bits with scales of what each process multiplies: a layout has other scales, and all values round anew."""
+"""In 8 and 4 bits with scales of what each process multiplies: a layout has other scales, and all values round
+differently."""
 
 
 def choose_tolerances(config: TransformerConfig) -> Tolerances:
-    """Return what rounding may do in the number format of the settings."""
+    """Return the tolerances for rounding in the dtype of the settings."""
     if config.few_bits_recipe is None:
         return Tolerances() if config.compute_dtype_name == "float32" else TOLERANCES_IN_16_BITS
-    # Delayed scales are those of one process, but what lies between two values falls to one side or the other.
+    # Delayed scales are the same as on one process, but a value halfway between two rounds to either side.
     return TOLERANCES_IN_16_BITS if config.few_bits_recipe == "delayed" else TOLERANCES_BY_RANK
 
 
@@ -116,7 +117,7 @@ def find_differences(reference: Trace, found: Trace, tolerances: Tolerances | No
             findings.append(ParityFinding(Moment.NORM, "gradient norm of the first iteration", text, size, ""))
     findings += _compare_parameters(reference, found, limits)
     order = _BackwardOrder(reference)
-    # Stable: what has no place of its own keeps the order in which it was found.
+    # Stable: findings without a place keep the order in which they were found.
     return sorted(findings, key=lambda item: (item.moment, item.iteration, order.find_place(item)))
 
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The products of linear layers in FP8 and NVFP4, against a reference of their own: the same rounding, in float64.
+"""The products of linear layers in FP8 and NVFP4, against a reference: the same rounding, in float64.
 
-Rounding has no derivative. What training takes for one is that of the product without rounding, at the rounded operands
+Rounding has no derivative. Training takes the derivative of the product without rounding, at the rounded operands
 ("straight through"):
 
     Y = R(X) R(W)^T + b        dX = R(dY) R(W)        dW = R(dY)^T R(X)
 
-The reference rounds by the formats' definitions, number by number, and shares no code with what it judges; its tables
-and sources are those of docs/fp8.md. Where output gradients are rounded at random, it knows mean and variance of the
-results, and asks that their error in the direction of the mean be one that chance makes.
+The reference rounds by the formats' definitions, number by number, and shares no code with what it judges; docs/fp8.md
+has its tables and sources. Where output gradients are rounded at random, it knows mean and variance of the results, and
+asks that their error in the direction of the mean be one that chance makes.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def _join(parts: Sequence[_Rounded]) -> _Rounded:
 
 
 def _multiply(left: _Rounded, right: Tensor) -> _Rounded:
-    """[n, k] x [k, m]; the variance is that of the product's part along its mean, spread over the rows of it."""
+    """[n, k] x [k, m]; the variance is of the product's component along its mean, spread over its rows."""
     mean = left.mean @ right
     if left.variance is None:
         return _Rounded(mean)
@@ -208,7 +208,7 @@ def _multiply(left: _Rounded, right: Tensor) -> _Rounded:
 
 def find_disagreement(found: Tensor, wanted: _Rounded, precision: float) -> float:
     """Distance of a product from what it should be: 0 where rounding, or chance, explains it; else relative to the
-    largest element. precision: of the result's number format."""
+    largest element. precision: of the result's dtype."""
     mean, error = wanted.mean, found.double() - wanted.mean
     largest = float(mean.abs().max()) if mean.numel() else 0.0
     if wanted.variance is not None:
@@ -223,7 +223,7 @@ def find_disagreement(found: Tensor, wanted: _Rounded, precision: float) -> floa
 
 
 class ProductCheck:
-    """Watches the products of a run in few bits, and compares each with the reference as it is computed."""
+    """Compares each low-precision product of a run with the reference as it is computed."""
 
     def __init__(self, chunks: Sequence[nn.Module], settings: PrecisionFields) -> None:
         self.checked = 0

@@ -18,7 +18,7 @@ def report_gradients(
 ) -> tuple[list[str], bool]:
     """Check the gradients of one step of one process: the lines to print, and whether all is as it should be.
 
-    read: the settings, anew in each call. build: the recipe of settings that are final. show_all: every difference.
+    read: returns new settings in each call. build: the recipe of settings that are final. show_all: every difference.
     """
     config = read()
     widen_settings(config)

@@ -39,7 +39,7 @@ TOLERANCE = 1e-4
 _STEPS = (1e-4, 1e-5, 1e-6)
 """Of each element, relative to the root mean square of the tensor's elements; one after the other until one fits."""
 _LEAST_SIZE = 1e-2
-"""Taken for that of tensors that are smaller: vectors that begin at zero."""
+"""Taken instead of a smaller size: vectors that begin at zero."""
 _ROUNDING = 64 * torch.finfo(torch.float64).eps
 """Of the loss, relative to itself."""
 
@@ -86,7 +86,7 @@ def widen_settings(config: RunConfig) -> None:
     model = config.model
     model.params_dtype, model.bf16, model.fp16, model.fp8, model.fp4 = torch.float64, False, False, None, None
     model.fp32_residual_connection, model.logit_dtype, model.moe_router_dtype = False, None, None
-    # Compiled or not, a function has the same derivatives; the run in its own number format compiles what it should.
+    # Compiled or not, a function has the same derivatives; the run in its dtype compiles what it should.
     model.compile = False
     config.ddp.grad_reduce_in_fp32 = config.ddp.grad_reduce_in_bf16 = False
 
@@ -127,7 +127,7 @@ def _note_arrivals(placed: Sequence[tuple[Placement, nn.Parameter]]) -> dict[str
 
 
 def build_plain_optimizer(config: RunConfig, model: Sequence[Any], groups: ProcessGroupCollection) -> MegatronOptimizer:
-    """One that has no state, and takes any number format."""
+    """Build one that has no state, and takes any dtype."""
     return get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.0), model, pg_collection=groups)
 
 

@@ -63,7 +63,7 @@ class LossFunction:
         """Evaluate it."""
         self.rewind()
         for scale in find_auxiliary_loss_scales(chunk.module for chunk in self.run.model):
-            scale.begin_step(1.0)  # what some losses count over the microbatches of a step begins anew
+            scale.begin_step(1.0)  # some losses count over the microbatches of a step
         # What a step before this has summed up for the log is not of this evaluation.
         list(self._list_further(0, per_token=False))
         logs = [RouteLog() for _ in self.routers]
@@ -94,8 +94,8 @@ class LossFunction:
         return main + sum(self._list_further(weight, per_token)), tokens
 
     def _list_further(self, weight: int, per_token: bool) -> Iterator[float]:
-        """Add up a microbatch's losses beside its main one: those of routers and indexers, which are means, times
-        `weight`, and those of further tokens."""
+        """Add up a microbatch's losses in addition to its main one: router and indexer losses, which are means, times
+        `weight`, and MTP losses."""
         model = self.run.config.model
         for core in self._indexers:
             yield weight * float(core.take_loss() or 0.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradients of a run in its own number format, against those of the same step in float64.
+"""The gradients of a run in its dtype, against the gradients of the same step in float64.
 
 What a run computes only in float32 or bfloat16 (kernels, other products, a loss straight from 16 bits) is not in the
 run in float64. Both draw no random numbers, and their tokens go to the same experts. Products in FP8 and NVFP4 are
@@ -32,10 +32,10 @@ _NEGLIGIBLE = 1e-3
 
 @dataclass
 class FormatReport:
-    """The outcome of the step in its own format."""
+    """The outcome of the step in its dtype."""
 
     dtype: str
-    """Name of its number format; `FP8 hybrid, ...` for products in few bits."""
+    """Name of its dtype; `FP8 hybrid, ...` for low-precision products."""
     tolerance: float | None
     """None where gradients as a whole were not compared."""
     largest: float = 0.0
@@ -46,7 +46,7 @@ class FormatReport:
 
 
 def check_own_format(read: Callable[[], RunConfig], build: Callable[[RunConfig], Recipe]) -> FormatReport:
-    """Compare a step of one process with the same in float64. read: the settings, anew; build: their recipe."""
+    """Compare a step of one process with the same in float64. read: returns new settings; build: their recipe."""
     config = read()
     dtype, recipe = config.model.compute_dtype_name, config.model.few_bits_recipe
     if recipe is not None:

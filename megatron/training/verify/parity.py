@@ -163,8 +163,8 @@ def _train(run: Run, iterations: int, first: FirstGradients, in_detail: bool) ->
 
 
 def _gather_grads(run: Run) -> list[Tensor]:
-    """Gradients of the placed parameters, in their order. Where a replica has only those of its own slice, slices are
-    put together."""
+    """Return gradients of the placed parameters, in their order. Where a replica has only its slice, slices are put
+    together."""
     grads = []
     for chunk in run.model:
         views: dict[str, Tensor] = {}
