@@ -188,6 +188,9 @@ def _describe_chunk(
             (unit_input,) = _leave_out(model, [Kept("the unit's input", stream, place="attn_norm")])
             of_input = unit_input.bytes / (ranks if model.distribute_saved_activations else 1)
             left[unit.layers.start][0][0] = of_input
+    for index, of_layer in enumerate(left):
+        for rows in of_layer[index % model.mhc_recompute_layer_num == 0 :] if model.mhc_recompute_layer_num else ():
+            rows[0] = 0.0  # mixed again from the streams before the first of these layers
     for index, rows_of_layer in enumerate(left):
         rows = [row for rows in rows_of_layer for row in rows]
         of_graphs = sum(itertools.compress(rows, in_graphs[index]))
@@ -279,6 +282,12 @@ def _walk_back(
             beside += sum(rows) - left[unit.layers.start][0][0]
         for index in reversed(unit.layers):
             plan, branches = layers[index]
+            mixed_again = model.mhc_recompute_layer_num
+            if mixed_again and (index == len(layers) - 1 or (index + 1) % mixed_again == 0):
+                # Backward of the last branch brings back what all of them have read.
+                first = index - index % mixed_again
+                beside += sum(rows[0].bytes for _, each in layers[first : index + 1] for rows in each)
+                beside -= layers[first][1][0][0].bytes
             for number in reversed(range(len(branches))):
                 branch, of_branch, stays = plan.branches[number], branches[number], left[index][number]
                 again = 0.0 if unit.is_recomputed else _count_restored(model, of_branch) + fetched[index][number]
@@ -286,6 +295,7 @@ def _walk_back(
                 if in_graphs:
                     continue
                 sizes = [row.bytes for row in of_branch] if unit.is_recomputed else stays
+                sizes = [of_branch[0].bytes, *sizes[1:]] if mixed_again else sizes
                 waits = [keeps_factors and row.is_factor for row in of_branch]
                 beside -= sum(0.0 if late else size for late, size in zip(waits, sizes, strict=True))
                 beside += width * (tokens.all if keeps_factors else 0.0)

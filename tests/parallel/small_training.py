@@ -57,6 +57,8 @@ FURTHER = {
     "experts": EXPERTS["moe"].replace("--moe-layer-freq 2", "--moe-layer-freq ([0]+[1]*3)")
     + """ --mtp-num-layers 1 --mtp-loss-scaling-factor 0.5 --moe-router-score-function sigmoid
         --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01""",
+    "streams": """--position-embedding-type rope --mtp-num-layers 2 --mtp-loss-scaling-factor 0.5
+        --enable-hyper-connections --num-residual-streams 3 --mhc-init-gating-factor 0.5 --mhc-recompute-layer-num 2""",
 }
 
 # Styles that combine many options of the model; each with the layouts that its options concern.

@@ -30,6 +30,7 @@ ROWS = [
     ("tied", "tp2,sp"), ("tied", "pp2,--pipeline-schedule=zb-v"), ("tied", f"pp3,{APART}Ett|ttmm|L"),
     ("untied", "cp2"), ("untied", "pp2,vpp2"), ("untied", "dp2,fsdp2"), ("experts", f"dp2,ep2,{ALLTOALL}"),
     ("experts", "pp2,dist-opt"), ("experts", "pp2,--freeze-base-for-mtp"), ("tied", "tp2,sp,cp2,--mtp-hsm"),
+    ("streams", "tp2,sp,pp2"),
 ]  # fmt: skip
 if os.environ.get("MEGATRON_ALL_LAYOUTS"):
     ROWS += [(style, layout) for style in FURTHER for layout in (
@@ -77,6 +78,18 @@ def test_layout_is_the_same_run(style: str, layout: str) -> None:
     assert compare(alone, trace) == []
     own = [name for name in trace.grads if name.startswith("mtp.layers.0.")]
     assert len(own) > 10 and all(trace.grads[name].any() for name in own)
+
+
+@pytest.mark.flags("--mtp-detach-heads")
+def test_detached_heads_are_clipped_by_themselves() -> None:
+    """So that the rest of the model is the run without them, in what is reported as well."""
+    plain = FURTHER["tied"].replace("--mtp-num-layers 2", "").replace("--mtp-loss-scaling-factor 0.5", "")
+    detached, without = (
+        trace_rank(*training(flags, "1,--clip-grad=0.1"), rank=0, iterations=ITERATIONS)
+        for flags in (f"{FURTHER['tied']} --mtp-detach-heads", plain)
+    )
+    assert min(without.grad_norms) > 0.1
+    assert (detached.losses, detached.grad_norms) == (without.losses, without.grad_norms)
 
 
 def logged(style: str, text: str) -> dict[str, float]:

@@ -33,7 +33,7 @@ from megatron.core.dist_checkpointing.upstream_pickle import write_pickle
 from megatron.core.plan.model_plan import LayerPlan
 from megatron.core.process_groups_config import Group
 
-_LINEAR = re.compile(r"(.*\.(?:linear_\w+|eh_proj|in_proj|out_proj|output_layer)|output_layer)\.weight\d*")
+_LINEAR = re.compile(r"(.*\.(?:linear_\w+|(?:eh|e|h)_proj|in_proj|out_proj|output_layer)|output_layer)\.weight\d*")
 _EXPERTS = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<layer>linear_fc[12])\.(?P<kind>weight|bias)")
 
 

@@ -45,7 +45,7 @@ from megatron.core.plan.model_plan import ModelPlan
 from megatron.core.process_groups_config import Group
 
 _LAYER = re.compile(r"(?P<start>decoder|mtp)\.layers\.(?P<number>\d+)\.(?:mtp_model_layer\.)?(?P<rest>.+)")
-_LINEAR = re.compile(r"(.*\.(?:linear_\w+|eh_proj|in_proj|out_proj))\.weight")
+_LINEAR = re.compile(r"(.*\.(?:linear_\w+|(?:eh|e|h)_proj|in_proj|out_proj))\.weight")
 _EXPERTS = re.compile(r".*\.mlp\.experts\.linear_fc[12]\.(weight|bias)")
 
 

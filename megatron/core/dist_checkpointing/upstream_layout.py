@@ -26,7 +26,7 @@ from megatron.core.errors import CheckpointError
 from megatron.core.plan.letters import split_letters
 
 _CUT_BY_ROWS = re.compile(
-    r"(.*\.)?(word_embeddings\.weight|output_layer\.(weight|bias)|softmax_offset|eh_proj\.weight|mixer\.norm\.weight"
+    r"(.*\.)?(word_embeddings\.weight|output_layer\.(weight|bias)|softmax_offset|(eh|e|h)_proj\.weight|mixer\.norm\.weight"
     r"|(mixer|self_attention)\.(in_proj\.weight|conv1d[._](weight|bias)|dt_bias|A_log|D)"
     r"|(self_attention|mlp)\.(weight|bias)"  # a matrix in place of the whole branch
     r"|(linear_qkv|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|linear_fc1)\.(weight|bias))"

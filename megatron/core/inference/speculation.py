@@ -187,6 +187,11 @@ class PredictionDrafter(Drafter):
                 "--speculate drafts tokens with multi-token prediction, and the model has none (--mtp-num-layers of "
                 "its training); leave it out"
             )
+        if model.config.num_streams is not None:
+            raise ConfigError(
+                "--speculate drafts from a model's hidden states, and multi-token prediction of one with "
+                "--enable-hyper-connections goes on from its residual streams; leave it out, or take another drafter"
+            )
         refuse_dropping(model.config)
         super().__init__(model.config.mtp_num_layers)
         self._model = model

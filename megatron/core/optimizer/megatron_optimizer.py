@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.collectives import all_gather_object
-from megatron.core.distributed.model_chunk import ModelChunk
+from megatron.core.distributed.model_chunk import FlatBuffer, ModelChunk
 from megatron.core.errors import CheckpointError, ConfigError, NonFiniteError
+from megatron.core.flat_ranges import intersect_ranges
 from megatron.core.optimizer.clip_grads import (
     ModelSum,
     compute_clip_divisor,
@@ -24,10 +25,11 @@ from megatron.core.optimizer.grad_scaler import make_grad_scaler
 from megatron.core.optimizer.group_state import GroupState, StateSlice
 from megatron.core.optimizer.offloaded_state import build_home
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_groups import GroupKey, ParamGroup, make_param_groups
+from megatron.core.optimizer.param_groups import GroupKey, make_param_groups
 from megatron.core.optimizer.param_overrides import ParamGroupOverride, ParamKey
 from megatron.core.optimizer.rule_table import RULES
 from megatron.core.optimizer.update_rules import UpdateRule, load_rule
+from megatron.core.optimizer.update_units import make_update_units
 from megatron.core.optimizer.upstream_methods import UpstreamMethods
 from megatron.core.optimizer.whole_matrices import locate_member
 from megatron.core.placement import get_placement
@@ -54,24 +56,12 @@ class UpdateResult(NamedTuple):
         return not self.update_successful
 
 
-class _UpdateUnit(NamedTuple):
-    """Chunks that are updated together, and whose parameters are gathered as soon as that is done."""
-
-    chunks: Sequence[ModelChunk]
-    groups: list[ParamGroup]
-    """The parts of the parameter groups that lie in these chunks."""
-    on_device: list[ParamGroup]
-    """Of these groups, what the device updates."""
-    offloaded: list[ParamGroup]
-    """Groups that the host updates."""
-
-
 class _Measured(NamedTuple):
     """Measurements of the gradients before an update."""
 
     grad_norm: Tensor
-    divisor: Tensor | None
-    """Of the gradients: clipping and the loss scale."""
+    divisors: list[Tensor | None]
+    """Of the gradients, and of those that are clipped by themselves: clipping and the loss scale."""
     found_inf: Tensor
 
 
@@ -116,7 +106,7 @@ class MegatronOptimizer(UpstreamMethods):
             overrides,
         )
         self._states = [state for group in self._groups for state in group.states]
-        self._units = list(_update_units(self.model_chunks, self._groups))
+        self._units = list(make_update_units(self.model_chunks, self._groups))
         self.is_changing = False
         """Weights and state may be of two moments: from the first change of an update until its step is counted (the
         caller of `step` says that it is), and while a checkpoint is loaded in the middle of a run."""
@@ -131,9 +121,7 @@ class MegatronOptimizer(UpstreamMethods):
         # Once for all steps: who counts what is fixed, and the views stay valid because buffers are only written in
         # place.
         self._counted = {id(buffer): find_counted_ranges(buffer, groups) for buffer in buffers}
-        self._counted_grads = [
-            (buffer.is_expert, view) for buffer in buffers for view in view_counted(buffer, buffer.grad_data, groups)
-        ]
+        self._counted_grads = self._list_counted_grads(buffers)
         # A stage without experts must take part in the experts' sum all the same, or the other stages would wait for
         # it.
         has_experts = any(all_gather_object(any(buffer.is_expert for buffer in buffers), groups.pp))
@@ -245,16 +233,32 @@ class MegatronOptimizer(UpstreamMethods):
     @torch.no_grad()
     def _measure(self) -> _Measured:
         # One number tells of every element on all ranks: where any gradient is inf or nan, so is the norm.
-        grad_norm = compute_global_norm(self._counted_grads, self.model_sum, self._device)
-        found_inf = (~grad_norm.isfinite()).float()
-        if self.grad_scaler is not None:
+        norms = [compute_global_norm(views, self.model_sum, self._device) for views in self._counted_grads]
+        found_inf = (~sum(norms[1:], norms[0]).isfinite()).float()
+        scale = None if self.grad_scaler is None else self.grad_scaler.scale
+        if scale is not None:
             # What is logged, and compared with --clip-grad, is the norm of the gradients without the loss scale.
-            grad_norm = grad_norm / self.grad_scaler.scale
+            norms = [norm / scale for norm in norms]
         # Clipping and unscaling are one division, which the update rule does on its way: no pass over the gradients.
-        divisor = compute_clip_divisor(grad_norm, self.config.clip_grad)
-        if self.grad_scaler is not None:
-            divisor = self.grad_scaler.scale if divisor is None else divisor * self.grad_scaler.scale
-        return _Measured(grad_norm, divisor, found_inf)
+        divisors = [compute_clip_divisor(norm, self.config.clip_grad) for norm in norms]
+        if scale is not None:
+            divisors = [scale if divisor is None else divisor * scale for divisor in divisors]
+        return _Measured(norms[0], divisors, found_inf)
+
+    def _list_counted_grads(self, buffers: Sequence[FlatBuffer]) -> list[list[tuple[bool, Tensor]]]:
+        """List the gradients that this process counts, each with whether it is of experts; behind them, where there may
+        be any, those that are clipped by themselves."""
+        if not self.config.clips_prediction_apart:
+            views = ((buffer, view_counted(buffer, buffer.grad_data, self.groups)) for buffer in buffers)
+            return [[(buffer.is_expert, view) for buffer, of_buffer in views for view in of_buffer]]
+        found: list[list[tuple[bool, Tensor]]] = [[], []]
+        for group in self._groups:
+            for state in group.states:
+                counted = intersect_ranges(state.owned, self._counted[id(state.buffer)])
+                found[group.key.is_clipped_apart] += [
+                    (state.buffer.is_expert, state.buffer.grad_data[start:stop]) for start, stop in counted
+                ]
+        return found
 
     @torch.no_grad()
     def step(self) -> UpdateResult:
@@ -265,7 +269,7 @@ class MegatronOptimizer(UpstreamMethods):
         """
         if self._view is not None:
             self.collect()
-        grad_norm, divisor, found_inf = self._measured or self._measure()
+        grad_norm, divisors, found_inf = self._measured or self._measure()
         self._measured = None
         if self._is_overflow_noted:
             self._is_overflow_noted = False
@@ -283,7 +287,7 @@ class MegatronOptimizer(UpstreamMethods):
         for unit in self._units:
             if not is_left_out:
                 with self.around_update():
-                    _update(unit, self._step, divisor, found_inf)
+                    unit.update(self._step, divisors, found_inf)
             # Before the write-back: it changes main parameters, of which the network then gets rounded copies.
             if self.after_update is not None:
                 assert len(self._units) == 1, (
@@ -420,32 +424,6 @@ class MegatronOptimizer(UpstreamMethods):
                     found = f"{int(bad.sum())} of {bad.numel()} elements"
                     return f"the gradient of {get_placement(param, name).name} is not finite in {found}"
         return None
-
-
-def _update_units(chunks: Sequence[ModelChunk], groups: Sequence[ParamGroup]) -> Iterator[_UpdateUnit]:
-    """All chunks together, or with overlap_param_gather_with_optimizer_step one after the other."""
-    # One after the other, the gather of a chunk runs beside the update of the next.
-    in_turn = any(chunk.ddp_config.overlap_param_gather_with_optimizer_step for chunk in chunks)
-    for together in [[chunk] for chunk in chunks] if in_turn else [chunks]:
-        buffers = [buffer for chunk in together for buffer in chunk.flat_buffers]
-        parts = [group.part(buffers) for group in groups]
-        places = [part.split_by_place() for part in parts]
-        # A group of another place has no state here, and a frozen stage has no groups.
-        kinds = (parts, [on_device for on_device, _ in places], [offloaded for _, offloaded in places])
-        yield _UpdateUnit(together, *([part for part in found if part.states] for found in kinds))
-
-
-def _update(unit: _UpdateUnit, step: Tensor, divisor: Tensor | None, found_inf: Tensor) -> None:
-    """One update, on the device and on the host."""
-    # The device first: it works on its part while the host is busy with its own.
-    for group in unit.on_device:
-        group.rule.update(group, step, divisor, found_inf)
-    if not unit.offloaded:
-        return
-    # Read once for all groups: the host waits for the device here.
-    scalars = torch.stack([step, found_inf] if divisor is None else [step, found_inf, divisor]).cpu().unbind()
-    for group in unit.offloaded:
-        group.rule.update(group, scalars[0], None if divisor is None else scalars[2], scalars[1])
 
 
 def _write_back(states: Sequence[GroupState]) -> None:

@@ -149,6 +149,9 @@ class OptimizerConfig(CheckedConfig):
     """With --optimizer-cpu-offload: main parameters lie in pinned memory of the host, but for those in files."""
     width_multiplier: float = derived(1.0, kind="numerics")
     """With --use-mup how many times as wide as the base model this one is; else 1."""
+    clips_prediction_apart: bool = derived(False, kind="numerics")
+    """With --mtp-detach-heads: gradients of multi-token prediction are clipped by a norm of their own, and the others'
+    is the one that is reported."""
     # Copied from the model's config, so that a command line cannot say it twice and differently.
     bf16: bool = derived(False, kind="numerics")
     """Model parameters are bfloat16; the optimizer keeps float32 main parameters."""

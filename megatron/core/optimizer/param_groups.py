@@ -33,6 +33,8 @@ class GroupKey(NamedTuple):
     """Name of its update rule."""
     is_hidden_matrix: bool = False
     """A matrix of attention or MLP whose learning rate muP divides by the width."""
+    is_clipped_apart: bool = False
+    """Its gradients have a norm of their own, by which they are clipped: those of detached multi-token prediction."""
     options: tuple[tuple[str, float], ...] = ()
     """Options that a program gives its parameters in place of the config's (param_overrides.py)."""
 
@@ -110,6 +112,7 @@ def make_param_key(placement: Placement, config: OptimizerConfig) -> GroupKey:
         is_decoupled_lr=config.decoupled_lr is not None and placement.is_vocabulary,
         rule=choose_rule(placement, config),
         is_hidden_matrix=config.width_multiplier != 1.0 and placement.is_hidden_matrix,
+        is_clipped_apart=config.clips_prediction_apart and placement.name.startswith("mtp."),
     )
 
 

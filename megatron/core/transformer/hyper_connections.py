@@ -24,17 +24,23 @@ The embedding is copied to all streams, and the last layer's streams become one 
 with e = 1e-6. Sources: DeepSeek-V4, 2026 (the first); Xie et al., 2025, mHC (the projection); upstream's main branch of
 September 2026 (the second). Streams lie side by side in one tensor, [s, b, n h]; with sequence parallelism a rank has
 those of its own tokens.
+
+With --mhc-recompute-layer-num streams between the branches of some layers are not kept: backward mixes them again from
+the streams before the first of these layers and the outputs of the branches, which are there anyway.
 """
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.tensor_parallel.kept_activations import Way, keep_as
 from megatron.core.tensor_parallel.parameters import (
     Initialiser,
     declare_parameter,
@@ -59,6 +65,12 @@ class Streams(NamedTuple):
     """[t, n, 1]: each stream's factor on the branch's output."""
     mixing: Tensor
     """[t, n, n]: row k has the weights of all streams in stream k."""
+    made_of: MixedAgain | None = None
+    """What backward makes the tokens of, where it does not find them."""
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """In this block the tokens are kept for backward as `made_of` says."""
+        return nullcontext() if self.made_of is None else keep_as(self.tokens, self.made_of)
 
 
 class HyperConnection(MegatronModule):
@@ -162,8 +174,21 @@ class HyperConnectedBranch(ResidualBranch):
     def joins(self) -> bool:
         return False
 
+    before: HyperConnectedBranch | None = None
+    """The branch whose streams this one reads, where they are not kept."""
+    hands_on = False
+    """True if the next branch asks what its streams are made of."""
+    made: tuple[weakref.ref[Tensor], MixedAgain] | None = None
+    """The streams that it has just made, and what of, until the next branch asks."""
+
     def enter(self, x: Tensor) -> tuple[Tensor, Tensor, Streams]:
-        u, streams = self.connection(x)
+        made_of = None
+        if self.before is not None and self.before.made is not None:
+            (made, found), self.before.made = self.before.made, None
+            made_of = found if made() is x else None  # kept, if somebody put something in between
+        with nullcontext() if made_of is None else keep_as(x, made_of):
+            u, streams = self.connection(x)
+        streams = streams._replace(made_of=made_of)
         if self.norm is None:
             return u.to(self.compute_dtype), u, streams
         with self.around_norm():
@@ -173,12 +198,68 @@ class HyperConnectedBranch(ResidualBranch):
         """The streams behind the branch, [s, b, n h]; dropout is of what the output adds to each of them."""
         output = output if bias is None else output + bias
         rows = output.reshape(-1, 1, output.shape[-1]).to(residual.tokens.dtype)
-        mixed = torch.bmm(residual.mixing, residual.tokens)
-        if self.parts[self.name].training and self.config.hidden_dropout > 0.0:
-            mixed = mixed.add_(F.dropout(torch.bmm(residual.post, rows), self.config.hidden_dropout))
-        else:
-            mixed = mixed.baddbmm_(residual.post, rows)
-        return mixed.view(*output.shape[:-1], -1)
+        drops = self.parts[self.name].training and self.config.hidden_dropout > 0.0
+        dropped = None
+        with residual.waiting():
+            mixed = torch.bmm(residual.mixing, residual.tokens)
+            if drops:
+                share = self.config.hidden_dropout
+                added, kept = torch.native_dropout(torch.bmm(residual.post, rows), share, train=True)
+                mixed, dropped = mixed.add_(added), (kept, 1 / (1 - share))
+            else:
+                mixed = mixed.baddbmm_(residual.post, rows)
+        x = mixed.view(*output.shape[:-1], -1)
+        if self.hands_on and x.requires_grad:
+            self.made = weakref.ref(x), MixedAgain(residual, rows, dropped)
+        return x
+
+
+class MixedAgain(Way):
+    """Streams behind a branch, which backward mixes again, with those before them where these are missing, too."""
+
+    def __init__(self, read: Streams, rows: Tensor, dropped: tuple[Tensor, float] | None) -> None:
+        """read: the streams before the branch. rows [t, 1, h]: its output. dropped: where elements of what it adds are
+        kept, bool [t, n, h], and the factor on these."""
+        self.before: MixedAgain | Tensor = read.tokens.detach() if read.made_of is None else read.made_of
+        self.mixing, self.post, self.rows = read.mixing.detach(), read.post.detach(), rows.detach()
+        self.dropped = dropped
+        self.tokens: Tensor | None = None
+
+    def pack(self, value: Tensor) -> None:
+        """Hold nothing."""
+
+    def unpack(self, waiting: Any, shape: Sequence[int]) -> Tensor:
+        """Mix the streams, and all before them, which backward needs next and which go with it."""
+        missing: list[MixedAgain] = []
+        place: MixedAgain | Tensor = self
+        while isinstance(place, MixedAgain) and place.tokens is None:
+            missing.append(place)
+            place = place.before
+        tokens = place.tokens if isinstance(place, MixedAgain) else place
+        assert tokens is not None
+        with torch.no_grad():
+            for each in reversed(missing):
+                tokens = each.tokens = each._mix(tokens)
+        return tokens.view(shape)
+
+    def _mix(self, tokens: Tensor) -> Tensor:
+        mixed = torch.bmm(self.mixing, tokens)
+        if self.dropped is None:
+            return mixed.baddbmm_(self.post, self.rows)
+        kept, factor = self.dropped
+        return mixed.add_(torch.bmm(self.post, self.rows).mul_(kept).mul_(factor))
+
+
+def link_branches(layers: Sequence[Any], config: TransformerConfig) -> None:
+    """Let branches of layers that follow each other on a stage leave out the streams between them, in units of
+    --mhc-recompute-layer-num layers."""
+    number = config.mhc_recompute_layer_num
+    if number is None:
+        return
+    for first in range(0, len(layers), number):
+        branches = [branch for layer in layers[first : first + number] for branch in getattr(layer, "branches", ())]
+        for before, branch in itertools.pairwise(branches):
+            before.hands_on, branch.before = True, before
 
 
 def name_connection(branch: str) -> str:

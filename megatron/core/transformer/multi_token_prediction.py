@@ -5,8 +5,13 @@
     x_k = layer_k( W [norm(embedding of t_{i+k}) ; norm(x_{k-1})] ), normalised     output layer -> t_{i+k+1}: loss k
 
 for each depth k = 1, 2, ...; embedding and output layer are the model's own. Source: DeepSeek-V3, 2024, section 2.2,
-equations 21 to 25; x_0 is read behind the decoder's final norm, as upstream has it. The losses are never returned: they
-hang on x_0 and get their gradient when the language-model loss comes through there (auxiliary_loss.py).
+equations 21 to 25; x_0 is read behind the decoder's final norm, as upstream has it. With several residual streams X
+(hyper_connections.py; DeepSeek-V4) depths pass those on, before their sum at the end, of which each depth has its own:
+
+    X_k = layer_k( V norm(embedding of t_{i+k}) + W norm(X_{k-1}[n]) for each stream n );    x_k = sum(X_k), normalised
+
+The losses are never returned: they hang on x_0 and get their gradient when the language-model loss comes through there
+(auxiliary_loss.py).
 """
 
 from __future__ import annotations
@@ -33,6 +38,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.execution.execution import Execution
 from megatron.core.transformer.execution.fp8_layers import multiply_in_fp8
+from megatron.core.transformer.hyper_connections import contract, declare_end, link_branches
 from megatron.core.transformer.initialisers import input_initialiser
 from megatron.core.transformer.layer_inputs import StageInputs
 from megatron.core.transformer.module import MegatronModule
@@ -121,6 +127,10 @@ class MultiTokenPredictionBlockSubmodules:
 class MultiTokenPredictionLayer(MegatronModule):
     """One depth: the embedding of a further token joins the hidden states, and a transformer layer follows."""
 
+    eh_proj: Any
+    e_proj: Any
+    h_proj: Any
+
     @take_arguments(
         "config submodules layer_number vp_stage=... pg_collection mtp_layer_pattern=None hybrid_submodules=None "
         "mamba_submodules=None name=...",
@@ -143,26 +153,35 @@ class MultiTokenPredictionLayer(MegatronModule):
         self.rotary_kind = layer.options.rotary
         self.enorm = build_module(submodules.enorm, config, config.hidden_size)
         self.hnorm = build_module(submodules.hnorm, config, config.hidden_size)
-        self.eh_proj = build_module(
-            submodules.eh_proj,
-            2 * config.hidden_size,
-            config.hidden_size,
-            config=config,
-            init_method=input_initialiser(config),
-            bias=False,
-            gather_output=True,
-            tp_group=groups.tp,
-        )
-        if layer.low_precision:
-            self.fp8_products = multiply_in_fp8(self.eh_proj, config, groups, f"mtp.layers.{layer_number - 1}.eh_proj")
+        for name in ("eh_proj",) if config.num_streams is None else ("e_proj", "h_proj"):
+            projection = build_module(
+                submodules.eh_proj,
+                config.hidden_size * (2 if name == "eh_proj" else 1),
+                config.hidden_size,
+                config=config,
+                init_method=input_initialiser(config),
+                bias=False,
+                gather_output=True,
+                tp_group=groups.tp,
+            )
+            setattr(self, name, projection)
+            if layer.low_precision:
+                of_name = multiply_in_fp8(projection, config, groups, f"mtp.layers.{layer_number - 1}.{name}")
+                setattr(self, "fp8_products" if name == "eh_proj" else f"fp8_products_of_{name}", of_name)
         self.mtp_model_layer = build_module(
             submodules.mtp_model_layer, config=config, layer_number=layer.number, pg_collection=groups
         )
+        if not isinstance(self.mtp_model_layer, TransformerBlock):
+            link_branches([self.mtp_model_layer], config)
+        self.end_names = tuple(end := declare_end(config))
+        for name, parameter in end.items():
+            self.register_parameter(name, parameter)
         self.final_layernorm = build_module(submodules.layer_norm, config, config.hidden_size)
         self.execution = Execution(config)
 
     def forward(self, hidden_states: Tensor, decoder_input: Tensor, inputs: StageInputs) -> Tensor:
-        """Hidden states of the depth before, and the embedding of the further tokens, [s, b, h] each -> [s, b, h]."""
+        """Hidden states of the depth before, and the embedding of the further tokens, [s, b, h] each -> [s, b, h]; of n
+        residual streams all, [s, b, n h] -> [s, b, n h], for `finish`."""
         run = functools.partial(self._run, inputs=inputs)
         # A cache must not be written to twice.
         if not self.execution.recomputes_prediction or inputs.inference_context is not None:
@@ -173,8 +192,15 @@ class MultiTokenPredictionLayer(MegatronModule):
         return result
 
     def _run(self, hidden_states: Tensor, decoder_input: Tensor, *, inputs: StageInputs) -> Tensor:
-        joined = torch.cat([self.enorm(decoder_input), self.hnorm(hidden_states)], dim=-1)  # [s, b, 2 h]
-        hidden_states, _ = self.eh_proj(joined)
+        if self.config.num_streams is None:
+            joined = torch.cat([self.enorm(decoder_input), self.hnorm(hidden_states)], dim=-1)  # [s, b, 2 h]
+            hidden_states, _ = self.eh_proj(joined)
+        else:
+            of_token, _ = self.e_proj(self.enorm(decoder_input))
+            length, sequences, _ = hidden_states.shape
+            # All streams are tokens of one product.
+            of_streams, _ = self.h_proj(self.hnorm(hidden_states.reshape(length, -1, self.config.hidden_size)))
+            hidden_states = (of_streams.unflatten(1, (sequences, -1)) + of_token.unsqueeze(2)).flatten(2)
         if self.config.sequence_parallel:
             # The projection has gathered the sequence to multiply it by its part of the columns.
             hidden_states = scatter_to_sequence_parallel_region(hidden_states, self.tp_group)
@@ -184,6 +210,12 @@ class MultiTokenPredictionLayer(MegatronModule):
         several = isinstance(self.mtp_model_layer, TransformerBlock)
         layer_inputs = inputs if several else choose_inputs(inputs, self.rotary_kind)
         hidden_states = self.mtp_model_layer(hidden_states, *layer_inputs)
+        return hidden_states if self.config.num_streams is not None else self.finish(hidden_states)
+
+    def finish(self, hidden_states: Tensor) -> Tensor:
+        """What `forward` leaves [s, b, n h] as the output layer reads it, [s, b, h]."""
+        if self.config.num_streams is not None:
+            hidden_states = contract(hidden_states, self.config, [getattr(self, name) for name in self.end_names])
         normalised: Tensor = self.final_layernorm(hidden_states)
         return normalised
 
@@ -225,7 +257,8 @@ class MultiTokenPredictionBlock(MegatronModule):
         inputs: StageInputs,
     ) -> list[Tensor]:
         """input_ids, position_ids: [b, s] int64, of the tokens that the decoder has read. hidden_states: its output
-        behind the final norm, [s, b, h]. embedding: the model's, (input_ids, position_ids) -> [s, b, h]."""
+        behind the final norm, [s, b, h], or all residual streams, [s, b, n h]. embedding: the model's, (input_ids,
+        position_ids) -> [s, b, h]."""
         detaches, found = self.config.detaches_prediction, []
         if detaches:
             hidden_states = hidden_states.detach()
@@ -238,7 +271,8 @@ class MultiTokenPredictionBlock(MegatronModule):
             with open_random_stream(self.config, self.training, self.tp_group):
                 decoder_input = decoder_input.detach() if detaches else decoder_input
                 hidden_states = self.compute_depth(depth + 1, hidden_states, decoder_input, inputs)
-            found.append(hidden_states)
+            streams = self.config.num_streams is not None
+            found.append(self._layer(depth + 1).finish(hidden_states) if streams else hidden_states)
         return found
 
     def _mix(self, hidden_states: Tensor, mixing: StateMixing) -> Tensor:
@@ -252,9 +286,12 @@ class MultiTokenPredictionBlock(MegatronModule):
     def compute_depth(self, depth: int, hidden_states: Tensor, decoder_input: Tensor, inputs: StageInputs) -> Tensor:
         """One depth, counted from 1: hidden states of the depth before, and the embedding of the tokens `depth` places
         later, [s, b, h] each -> [s, b, h]."""
-        # One layer for all depths with mtp_use_repeated_layer.
-        states: Tensor = self.layers[(depth - 1) % len(self.layers)](hidden_states, decoder_input, inputs)
+        states: Tensor = self._layer(depth)(hidden_states, decoder_input, inputs)
         return states
+
+    def _layer(self, depth: int) -> MultiTokenPredictionLayer:
+        # One layer for all depths with mtp_use_repeated_layer.
+        return self.layers[(depth - 1) % len(self.layers)]  # type: ignore[return-value]
 
 
 # ---- the losses

@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.offloaded_activations import offload
 from megatron.core.tensor_parallel.random import checkpoint, model_parallel_stream
 from megatron.core.transformer.execution.cuda_graphs import Passes
 from megatron.core.transformer.execution.execution import Execution
-from megatron.core.transformer.hyper_connections import contract, declare_end, expand
+from megatron.core.transformer.hyper_connections import contract, declare_end, expand, link_branches
 from megatron.core.transformer.layer_inputs import LayerInputs, StageInputs, read_stage_inputs
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.norms import build_norm
@@ -94,6 +94,7 @@ class TransformerBlock(MegatronModule):
             for of_layer, layer in zip(specs, layers, strict=True)
         )
         link_choosers(self.layers)
+        link_branches([*self.layers], config)
         # Of the first layer, so that a kind of layer may have its own; a layer of a user's own may have none.
         first = self.layers[0] if layers else None
         self.execution = first.execution if isinstance(first, TransformerLayer) else Execution(config)
@@ -110,6 +111,8 @@ class TransformerBlock(MegatronModule):
         they are here."""
         has_streams = self.config.num_streams is not None
         self.expands, self.contracts = begins and has_streams, ends and has_streams
+        self.leaves_streams = self.contracts and self.config.mtp_num_layers is not None
+        """True if `finish` is called by itself: multi-token prediction goes on from the streams before it."""
         self.end_names = tuple(end := declare_end(self.config) if self.contracts else {})
         for name, parameter in end.items():
             self.register_parameter(name, parameter)
@@ -183,6 +186,10 @@ class TransformerBlock(MegatronModule):
                     hidden_states = checkpoint(
                         unit, self.execution.divides_unit_inputs, hidden_states, tp_group=self.tp_group
                     )
+        return hidden_states if self.leaves_streams else self.finish(hidden_states)
+
+    def finish(self, hidden_states: Tensor) -> Tensor:
+        """The stage's end: on the last stage one of all residual streams, and the final norm."""
         if self.contracts:
             hidden_states = contract(hidden_states, self.config, [getattr(self, name) for name in self.end_names])
         norm = getattr(self, self.final_norm_name)

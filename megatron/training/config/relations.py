@@ -56,6 +56,7 @@ def derive_across_groups(run: RunGroups) -> None:
     # The optimizer is given parameters, not the model's settings.
     run.optimizer.bf16, run.optimizer.fp16 = model.bf16, model.fp16
     run.optimizer.width_multiplier = model.width_multiplier
+    run.optimizer.clips_prediction_apart = model.mtp_detach_heads and model.mtp_num_layers is not None
 
 
 def bad_numbers_can_be_left(run: RunGroups) -> Iterator[str]:

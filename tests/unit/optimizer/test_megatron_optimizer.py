@@ -100,6 +100,25 @@ def test_clipping_scales_down_large_gradients_and_leaves_small_ones() -> None:
     assert model.flat_buffers[0].grad_data.norm().item() == pytest.approx(norm, rel=1e-5)
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_multi_token_prediction_is_clipped_by_itself(offload: bool) -> None:
+    """Where it is detached: each part's gradients come to the norm of --clip-grad."""
+    torch.manual_seed(0)
+    parts = nn.ModuleDict({name: nn.Linear(7, 3) for name in ("decoder", "mtp")})
+    before = {name: param.detach().clone() for name, param in parts.named_parameters()}
+    config = {"optimizer": "sgd", "lr": 1.0, "weight_decay": 0.0, "sgd_momentum": 0.0, "clip_grad": 0.25}
+    model, optimizer = wrapped(parts, clips_prediction_apart=True, optimizer_cpu_offload=offload, **config)
+    model.zero_grad_buffer()
+    (100 * loss_of(parts["mtp"], 1) + loss_of(parts["decoder"], 1)).backward()
+    model.finish_grad_sync()
+    norms = {name: torch.cat([p.main_grad.flatten() for p in parts[name].parameters()]).norm() for name in parts}
+    assert min(norms.values()) > 0.25 and norms["mtp"] > 10 * norms["decoder"]
+    assert optimizer.step().grad_norm.item() == pytest.approx(norms["decoder"].item(), rel=1e-6)
+    for part in parts:
+        moved = [(param - before[name]).flatten() for name, param in parts.named_parameters() if name.startswith(part)]
+        assert torch.cat(moved).norm().item() == pytest.approx(0.25, rel=1e-4)
+
+
 def test_norm_over_many_elements_keeps_its_digits() -> None:
     module = nn.Linear(2000, 1501, bias=False)
     model, optimizer = wrapped(module, lr=0.0)

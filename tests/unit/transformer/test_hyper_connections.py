@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.memory import KeptForBackward
 from megatron.core.errors import ConfigError
 from megatron.core.inference.generate import generate
 from megatron.core.inference.sampling import Sampling
+from megatron.core.inference.speculation import PredictionDrafter
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.executor import compute_activation_shape
 from megatron.core.plan.branch_kind import Tokens
@@ -21,6 +23,7 @@ from megatron.core.plan.kinds import find_kind
 from megatron.core.plan.model_plan import Branch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.hyper_connections import HyperConnectedBranch, HyperConnection, MeanConnection
+from megatron.core.transformer.layer_inputs import StageInputs
 from megatron.planner.memory import count_parameters
 from megatron.planner.parameters import count_on_rank
 from megatron.planner.throughput import count_products
@@ -76,28 +79,36 @@ def by_formula(layer: Any, branch: str, x: Tensor, is_mean: bool, function: Any)
     return post[:, :, None] * y[:, None] + mixed
 
 
-def losses_by_formula(model: GPTModel, is_mean: bool) -> Tensor:
-    """Loss of every token, with the model's own attention, MLPs, norms and ends."""
+def layer_by_formula(layer: Any, streams: Tensor, shape: torch.Size, is_mean: bool) -> Tensor:
+    """Streams [t, n, h] behind a layer, with its own attention, MLP and norms, which read this shape."""
+    for branch, norm in (("self_attention", "input_layernorm"), ("mlp", "pre_mlp_layernorm")):
+
+        def run(u: Tensor, branch: str = branch, norm: str = norm) -> Tensor:
+            output, bias = getattr(layer, branch)(getattr(layer, norm)(u.view(shape)))
+            return (output + (0 if bias is None else bias)).flatten(0, 1)
+
+        streams = by_formula(layer, branch, streams, is_mean, run)
+    return streams
+
+
+def end_by_formula(end: Any, streams: Tensor) -> Tensor:
+    """The learned sum of streams [t, n, h]; end: the module with its parameters."""
+    f = streams.flatten(1)
+    f = f / (f.square().mean(1, keepdim=True) + end.config.layernorm_epsilon).sqrt()
+    weights = torch.sigmoid(end.hc_head_scale * (f @ end.hc_head_fn.T) + end.hc_head_base) + 1e-6
+    return torch.einsum("tn,tnh->th", weights, streams)
+
+
+def losses_by_formula(model: GPTModel, is_mean: bool) -> tuple[Tensor, Tensor]:
+    """Loss of every token, with the model's own attention, MLPs, norms and ends, and the streams before the end."""
     ids, positions, labels = token_batch()
     x = model.embedding(ids, positions)
-    shape, streams = x.shape, x.flatten(0, 1).unsqueeze(1).expand(-1, 3, -1)
+    streams = x.flatten(0, 1).unsqueeze(1).expand(-1, 3, -1)
     for layer in model.decoder.layers:
-        for branch, norm in (("self_attention", "input_layernorm"), ("mlp", "pre_mlp_layernorm")):
-
-            def run(u: Tensor, layer: Any = layer, branch: str = branch, norm: str = norm) -> Tensor:
-                output, bias = getattr(layer, branch)(getattr(layer, norm)(u.view(shape)))
-                return (output + (0 if bias is None else bias)).flatten(0, 1)
-
-            streams = by_formula(layer, branch, streams, is_mean, run)
-    if is_mean:
-        last = streams.mean(1)
-    else:
-        block, f = model.decoder, streams.flatten(1)
-        f = f / (f.square().mean(1, keepdim=True) + model.config.layernorm_epsilon).sqrt()
-        weights = torch.sigmoid(block.hc_head_scale * (f @ block.hc_head_fn.T) + block.hc_head_base) + 1e-6
-        last = torch.einsum("tn,tnh->th", weights, streams)
-    states = model.decoder.final_layernorm(last.view(shape))
-    return model.compute_loss_of_states(labels, states, model._compute_logits)
+        streams = layer_by_formula(layer, streams, x.shape, is_mean)
+    last = streams.mean(1) if is_mean else end_by_formula(model.decoder, streams)
+    states = model.decoder.final_layernorm(last.view(x.shape))
+    return model.compute_loss_of_states(labels, states, model._compute_logits), streams
 
 
 @pytest.mark.flags(
@@ -110,8 +121,33 @@ def test_the_formulas(form: str) -> None:
     model = build(form)
     losses, grads = losses_and_grads(model)
     model.zero_grad()
-    expected = losses_by_formula(model, form == MEAN)
+    expected, _ = losses_by_formula(model, form == MEAN)
     expected.mean().backward()
+    torch.testing.assert_close(losses, expected.detach(), rtol=1e-6, atol=1e-6)
+    for name, param in model.named_parameters():
+        assert param.grad is not None and param.grad.abs().max() > 0, name
+        torch.testing.assert_close(grads[name], param.grad, rtol=1e-6, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_further_tokens_go_on_from_the_streams() -> None:
+    """Depths add the token to each stream, and have a learned sum of their own."""
+    model = build(f"{LEARNED} --mtp-num-layers 2 --position-embedding-type none --mtp-loss-scaling-factor 0.5")
+    losses, grads = losses_and_grads(model)
+    further = model.mtp_loss.take_sums()
+    model.zero_grad()
+    expected, streams = losses_by_formula(model, is_mean=False)
+    (ids, positions, labels), total = token_batch(), expected.mean()
+    for depth, part in enumerate(model.mtp.layers):
+        ids, labels = (F.pad(x[:, 1:], (0, 1)) for x in (ids, labels))
+        token = model.embedding(ids, positions)
+        of_token = (part.enorm(token) @ part.e_proj.weight.T).flatten(0, 1)
+        joined = of_token[:, None] + part.hnorm(streams) @ part.h_proj.weight.T
+        streams = layer_by_formula(part.mtp_model_layer, joined, token.shape, is_mean=False)
+        states = part.final_layernorm(end_by_formula(part, streams).view(token.shape))
+        of_depth = model.compute_loss_of_states(labels, states, model._compute_logits)[:, : -depth - 1]
+        torch.testing.assert_close((further[depth, 0] / further[depth, 1]).double(), of_depth.mean(), rtol=1e-6, atol=0)
+        total = total + 0.5 / 2 * of_depth.mean()
+    total.backward()
     torch.testing.assert_close(losses, expected.detach(), rtol=1e-6, atol=1e-6)
     for name, param in model.named_parameters():
         assert param.grad is not None and param.grad.abs().max() > 0, name
@@ -187,6 +223,29 @@ def test_dropout_is_of_what_the_output_adds_to_each_stream(form: str) -> None:
 )  # fmt: skip
 def test_other_ways_to_compute_it(form: str, options: str) -> None:
     assert_same_function(build_model(form), build_model(f"{form} {options}"))
+
+
+@pytest.mark.flags("--mhc-recompute-layer-num")
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("form", [LEARNED, f"{MEAN} --hidden-dropout 0.2", f"{LEARNED} --bf16"])
+def test_streams_that_are_mixed_again(form: str, number: int) -> None:
+    """The same bits, and as much memory as the plan says."""
+    usual = "--num-layers 5 --hidden-size 64 --normalization RMSNorm --disable-bias-linear --swiglu"
+    found, kept = [], []
+    for options in ("", f"--mhc-recompute-layer-num {number}"):
+        model = build_model(f"{form} {usual} {options}")
+        torch.manual_seed(1)
+        found.append(losses_and_grads(model))
+        count, (ids, positions, _) = KeptForBackward(), token_batch()
+        x = model.embedding(ids, positions)
+        with count.counting():
+            output = model.decoder.run_layers(range(5), StageInputs(), x.repeat(1, 1, 3))
+        kept.append(count.now)
+        assert output.requires_grad
+    (losses, grads), (again, grads_again) = found
+    assert torch.equal(losses, again) and all(torch.equal(grad, grads_again[name]) for name, grad in grads.items())
+    streams = 32 * 3 * 64 * (2 if "bf16" in form else 4)
+    assert kept[0] - kept[1] == streams * (10 - -(-5 // number))
 
 
 @FORMS
@@ -289,7 +348,11 @@ def test_stages_exchange_all_streams(form: str) -> None:
         (f"{LEARNED} {MEAN}", "--enable-hyper-connections and --enable-mhc-connections are two forms of one thing; "
          "keep one"),
         (f"{MEAN} --mtp-num-layers 1 --position-embedding-type rope", "--enable-mhc-connections does not work with "
-         "--mtp-num-layers 1; leave it out"),
+         "--mtp-num-layers 1; leave it out, or take --enable-hyper-connections"),
+        (f"{MEAN} --mhc-recompute-layer-num 1 --recompute-granularity full --recompute-method uniform "
+         "--recompute-num-layers 1", "--mhc-recompute-layer-num 1 mixes again what --recompute-granularity full"),
+        (f"{MEAN} --mhc-recompute-layer-num 1 --cpu-offloading-num-layers 1", "--mhc-recompute-layer-num 1 needs on "
+         "the device what --cpu-offloading-num-layers 1 takes to the host"),
         (f"{LEARNED} --apply-residual-connection-post-layernorm", "--enable-hyper-connections does not work with "
          "--apply-residual-connection-post-layernorm; leave it out"),
         (f"{LEARNED} --mhc-sinkhorn-iterations 0", "--mhc-sinkhorn-iterations"),
@@ -299,3 +362,9 @@ def test_what_is_refused(flags: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as error:
         read_config(flags)
     assert any(sentence in problem for problem in error.value.problems), error.value.problems
+
+
+def test_drafts_from_streams_are_refused() -> None:
+    model = build_model(f"{LEARNED} --mtp-num-layers 1 --position-embedding-type rope")
+    with pytest.raises(ConfigError, match="--speculate drafts from a model's hidden states"):
+        PredictionDrafter(model)

@@ -239,8 +239,8 @@ class GPTModel(LanguageModule):
         further: list[Tensor] = []
         if self.states_in > 1 and decoder_input is None:
             hidden_states, *further = hidden_states.to(parameter_dtype(self.config)).chunk(self.states_in)
-        hidden_states = self._run_decoder(hidden_states, inputs)
-        depths = {"further": further} if self.config.mtp_num_layers is not None else {}
+        hidden_states, streams = self._run_decoder(hidden_states, inputs)
+        depths: dict[str, Any] = {"further": further, "streams": streams} if self.config.mtp_num_layers else {}
         output: Tensor = self._postprocess(
             hidden_states=hidden_states, input_ids=input_ids, position_ids=position_ids, labels=labels,
             rotary_pos_emb=inputs, loss_mask=loss_mask, attention_mask=attention_mask,
@@ -289,11 +289,13 @@ class GPTModel(LanguageModule):
         runtime_gather_output: bool | None = None,
         inference_context: InferenceContext | None = None,
         further: Sequence[Tensor] = (),
+        streams: Tensor | None = None,
     ) -> Tensor:
         """Losses or logits of the decoder's output [s, b, h], or what the next stage gets; arguments as in `forward`.
 
         Programs override it. rotary_pos_emb: from `_preprocess`. attention_mask: of upstream's signature. further: for
-        each depth of multi-token prediction its hidden states, from an earlier stage.
+        each depth of multi-token prediction its hidden states, from an earlier stage. streams: all residual streams of
+        the output, [s, b, n h], where there are several.
         """
         sequence, shift = self._find_sequence(packed_seq_params), None
         if self.config.mtp_num_layers is not None and inference_context is None:
@@ -301,7 +303,8 @@ class GPTModel(LanguageModule):
             shift = TokenShift(sequence, None if packed_seq_params is None else packed_seq_params.layout(length))
         # Where logits are asked for, nobody asks for further tokens; the next stage expects them in any case.
         if self.predicts_further and shift is not None and (labels is not None or not self.post_process):
-            further = self.mtp(input_ids, position_ids, hidden_states, self._find_embedding(), shift, rotary_pos_emb)
+            states = hidden_states if streams is None else streams
+            further = self.mtp(input_ids, position_ids, states, self._find_embedding(), shift, rotary_pos_emb)
         if not self.post_process:
             return hidden_states if not further else self._join_states([hidden_states, *further])
         if labels is None:
@@ -360,10 +363,11 @@ class GPTModel(LanguageModule):
         length = self._sequence_length(hidden_states, sequence)
         return self._list_layer_inputs(hidden_states, length, inference_context, None, sequence)
 
-    def _run_decoder(self, hidden_states: Tensor, inputs: StageInputs) -> Tensor:
-        """[s, b, h] -> [s, b, h], on the last stage behind the final norm."""
+    def _run_decoder(self, hidden_states: Tensor, inputs: StageInputs) -> tuple[Tensor, Tensor | None]:
+        """[s, b, h] -> [s, b, h], on the last stage behind the final norm, and all residual streams [s, b, n h] that it
+        is made of, where multi-token prediction goes on from them."""
         output: Tensor = self.decoder(hidden_states, *inputs)
-        return output
+        return (self.decoder.finish(output), output) if self.decoder.leaves_streams else (output, None)
 
     def compute_states(self, input_ids: Tensor, position_ids: Tensor, inference_context: InferenceContext) -> Tensor:
         """In generation: hidden states [s, b, h] behind the final norm of these tokens [b, s], in the context's layout.
@@ -371,7 +375,8 @@ class GPTModel(LanguageModule):
         self._check_length(inference_context.layout.longest)
         hidden_states = self._hidden_states_in(input_ids, position_ids, None)
         inputs = self._list_own_inputs(hidden_states, inference_context)
-        return self._run_decoder(hidden_states, inputs)
+        states, _ = self._run_decoder(hidden_states, inputs)
+        return states
 
     def compute_further_states(
         self, depth: int, hidden_states: Tensor, input_ids: Tensor, inference_context: InferenceContext

@@ -38,6 +38,10 @@ class HyperConnectionFields(CudaGraphFields, PipelineFields):
     mhc_init_gating_factor: float = flag(0.01, minimum=0, kind="numerics", needs=_EITHER)
     """Initial factor on what the weights of streams depend on the token for."""
 
+    mhc_recompute_layer_num: int | None = flag(None, minimum=1, unit="layers", kind="kernel", needs=_EITHER)
+    """Of the streams of so many layers those before the first one are kept, and backward mixes the others again. Not
+    given: the streams before every branch are kept."""
+
     @property
     def num_streams(self) -> int | None:
         """Residual streams of hyper-connections; None without."""
@@ -61,8 +65,25 @@ class HyperConnectionFields(CudaGraphFields, PipelineFields):
             (self.parallel_residual, "--parallel-residual, whose branches read and write one stream", "leave it out"),
             (self.apply_residual_connection_post_layernorm, "--apply-residual-connection-post-layernorm",
              "leave it out"),
-            (self.mtp_num_layers is not None, self.say("mtp_num_layers"), "leave it out"),
+            (self.mtp_num_layers is not None and self.enable_mhc_connections, self.say("mtp_num_layers"),
+             "leave it out, or take --enable-hyper-connections, whose depths go on from the streams"),
+            (self.predicts_apart, f"{self.say('pipeline_model_parallel_layout')}, whose m lies before the stage of the "
+             "loss", "write m and L in one stage"),
             (self.cuda_graph_impl != "none", self.say("cuda_graph_impl"), "leave it out"),
         ):  # fmt: skip
             if is_asked:
                 yield f"{asked} does not work with {what}; {remedy}"
+        if self.mhc_recompute_layer_num is not None:
+            yield from self._streams_can_be_left_out()
+
+    def _streams_can_be_left_out(self) -> Iterator[str]:
+        if self.recompute_granularity == "full":
+            yield (
+                f"{self.say('mhc_recompute_layer_num')} mixes again what --recompute-granularity full leaves out with "
+                "whole layers; leave one of them out"
+            )
+        if self.cpu_offloading_num_layers:
+            yield (
+                f"{self.say('mhc_recompute_layer_num')} needs on the device what "
+                f"{self.say('cpu_offloading_num_layers')} takes to the host; leave one of them out"
+            )

@@ -27,7 +27,8 @@ class MTPFields(ArchitectureFields):
     """One layer, used again for each further token, instead of a layer for each."""
     mtp_detach_heads: bool = flag(False, kind="numerics", needs=_PREDICTION)
     """The losses of further tokens train their own layers only: embedding, decoder and output layer, which they use,
-    get no gradient from them."""
+    get no gradient from them. Both have a norm of the gradients of their own, by which --clip-grad is applied, and that
+    of the model without these layers is reported."""
     mtp_hsm: bool = flag(
         False,
         kind="numerics",

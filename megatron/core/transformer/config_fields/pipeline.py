@@ -110,7 +110,7 @@ class PipelineFields(MTPFields):
         chunks = self._chunks_per_stage()
         if chunks is not None:
             self.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
-        if self._predicts_apart():
+        if self.predicts_apart:
             self.mtp_standalone = True
 
     def _chunks_per_stage(self) -> int | None:
@@ -261,13 +261,14 @@ class PipelineFields(MTPFields):
                 f"{self.say('pipeline_model_parallel_layout')} has {written} layers of multi-token prediction (m), but "
                 f"{self.say('mtp_num_layers') if asked else '--mtp-num-layers is not given'}; write one m for each"
             )
-        elif self.mtp_standalone and not self._predicts_apart():
+        elif self.mtp_standalone and not self.predicts_apart:
             yield (
                 "--mtp-standalone needs a --pipeline-model-parallel-layout with the m before the stage of the loss, "
                 "such as Ettt|m|L"
             )
 
-    def _predicts_apart(self) -> bool:
+    @property
+    def predicts_apart(self) -> bool:
         """Return whether the written layout has multi-token prediction on another virtual stage than the loss."""
         return "m" in "".join(parse_layout(self.pipeline_model_parallel_layout or "")[:-1])
 

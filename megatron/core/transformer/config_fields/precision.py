@@ -153,7 +153,9 @@ class PrecisionFields(ArchitectureFields):
         # Names of the plan, because a command line is checked before any model exists.
         plan = read_plan(self)
         names = [f"{layer.name}.{name}" for layer in plan.layers for name in LINEAR_LAYERS]
-        names += ["output_layer", *(f"{layer.name.rpartition('.')[0]}.eh_proj" for layer in plan.prediction)]
+        inputs = ("eh_proj",) if getattr(self, "num_streams", None) is None else ("e_proj", "h_proj")
+        depths = [layer.name.rpartition(".")[0] for layer in plan.prediction]
+        names += ["output_layer", *(f"{depth}.{name}" for depth in depths for name in inputs)]
         for pattern in (plan.decoder and self.fp8_bf16_layers) or ():
             if not fnmatch.filter(names, pattern):
                 yield (
