@@ -99,7 +99,7 @@ _ACTIVATIONS = {
         Activation("gelu_tanh", gelu_tanh, _gelu_tanh_backward_),
         Activation("silu", F.silu, _silu_backward_),
         Activation("quick_gelu", quick_gelu, _quick_gelu_backward_),
-        # Without a kernel: as a user's own.
+        # Without a kernel, like a function that a user passes.
         Activation("relu", F.relu),
         Activation("squared_relu", squared_relu, _squared_relu_backward_),
     )
@@ -282,7 +282,7 @@ def _activate_by_torch(x: Tensor, weights: Tensor | None, activation: Activation
 
 
 def bias_activation(x: Tensor, bias: Tensor | None, activation: Activation, weights: Tensor | None = None) -> Tensor:
-    """act(x + b), times the weight of each row, [..., 1], if there are weights: in x's number format, [..., f].
+    """act(x + b), times the weight of each row, [..., 1], if there are weights: in x's dtype, [..., f].
 
     Overwrites x: hand it over only when nothing else needs it.
     """
@@ -297,7 +297,7 @@ def bias_gated_activation(
 
 
 def weighted_squared_relu(x: Tensor, weights: Tensor) -> Tensor:
-    """max(x, 0)^2 times the weight of its row, in x's number format; x [n, f], weights [n, 1]. Overwrites x as
+    """max(x, 0)^2 times the weight of its row, in x's dtype; x [n, f], weights [n, 1]. Overwrites x as
     `bias_activation` does, and keeps neither the square nor the product."""
     if launching.uses_kernels(x):
         return bias_activation(x, None, _ACTIVATIONS["squared_relu"], weights)

@@ -37,20 +37,20 @@ class AuxiliaryLossScale:
 
     def keep_address(self, device: torch.device) -> None:
         """From now on keep the value in one place on the device, where a recorded backward reads it."""
-        # Every number format that a loss may have is rounded from it as from the number itself.
+        # Rounding it to a loss's dtype gives the same value as rounding the number itself.
         self._fixed = torch.ones((), dtype=torch.float64, device=device)
         self.value = self._fixed
 
 
 def find_auxiliary_loss_scales(models: Iterable[torch.nn.Module]) -> list[AuxiliaryLossScale]:
-    """The scales of all modules inside the models that add losses of their own, such as routers."""
+    """The loss scales of all modules in the models that add an auxiliary loss, such as routers."""
     found = (getattr(module, "auxiliary_loss_scale", None) for model in models for module in model.modules())
     return [scale for scale in found if isinstance(scale, AuxiliaryLossScale)]
 
 
 def is_recomputing() -> bool:
-    """Return whether this forward runs inside a backward pass, to make activations anew that were not kept: what it
-    counts has been counted."""
+    """Return whether this forward runs inside a backward pass, to recompute activations that were not saved: what it
+    counts has been counted before."""
     # torch numbers the backward passes that are running; -1 is none. It has no public question for that.
     return torch._C._current_graph_task_id() != -1
 
@@ -58,13 +58,13 @@ def is_recomputing() -> bool:
 class _WithLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: AuxiliaryLossScale) -> Tensor:
-        # An empty tensor remembers device and number format without keeping the loss.
+        # An empty tensor remembers device and dtype without keeping the loss.
         ctx.scale, ctx.like = scale, loss.new_empty(0)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        # x's gradient passes as it came; the loss is a root of the graph of its own, whose gradient starts here.
+        # x's gradient passes as it came; the loss is another root of the graph, whose gradient starts here.
         value = ctx.scale.value
         # A number is filled in by the device; made a tensor on the host, it would have to be waited for.
         start = value.to(ctx.like) if isinstance(value, Tensor) else ctx.like.new_full((), value)

@@ -163,7 +163,7 @@ def all_to_all_single(
 
 
 def broadcast(tensor: torch.Tensor, group: Group, source: int = 0, async_op: bool = False) -> Handle | None:
-    """Overwrite every member's tensor with that of `source`, a rank within the group."""
+    """Overwrite every member's tensor with the tensor of `source`, a rank within the group."""
     if isinstance(group, SingleRankGroup):
         return None
     counted = _count_call(group, "broadcast", tensor)
@@ -216,7 +216,7 @@ def barrier(group: Group) -> None:
 
 
 def all_gather_object(value: T, group: Group) -> list[T]:
-    """Everyone's value, in group order. Values are pickled: only for small things between our own processes."""
+    """Everyone's value, in group order. Values are pickled: only for small objects, between the processes of a run."""
     if isinstance(group, SingleRankGroup):
         return [value]
     values: list[Any] = [None] * group.size()
@@ -244,7 +244,7 @@ def _count_call(
 
 def _choose_reduce_op(group: dist.ProcessGroup, op: Op) -> tuple[Any, bool]:
     """torch's operation, and whether the result must still be divided by the group's size."""
-    # NCCL has an average of its own.
+    # NCCL averages natively.
     divide = op == "avg" and dist.get_backend(group) == "gloo"
     return _OPS["sum" if divide else op], divide
 

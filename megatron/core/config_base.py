@@ -5,10 +5,9 @@ A config is a keyword-only dataclass that inherits `CheckedConfig`. A field's ty
 literal below it) are enough for most flags; `flag(...)` adds what they cannot say: bounds, choices, spellings, what
 kind of fact the field is, and what it needs to have an effect. `megatron/training/flags` turns this into `--flags`.
 
-Whoever makes a config - the command line, a YAML file, a Python caller - gets the same sentences for the same mistake:
-`find_value_problem` judges one value, `CheckedConfig.problems` the relations of a config's fields, and construction
-raises `ConfigError` with all of them. This module and every config module import neither torch nor numpy, so that
-`--help` answers at once.
+The command line, a YAML file and a Python caller all get the same sentences for the same mistake: `find_value_problem`
+judges one value, `CheckedConfig.problems` the relations of a config's fields, and construction raises `ConfigError`
+with all of them. This module and every config module import neither torch nor numpy, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ def _annotations(config_class: type) -> dict[str, Any]:
     names = {"torch": types.SimpleNamespace(dtype=object)}  # imported for type checkers only
     try:
         return typing.get_type_hints(config_class, localns=names, include_extras=True)
-    except NameError:  # a user's subclass with annotations that only its own module or function knows
+    except NameError:  # a user's subclass with annotations that only its module or function knows
         return typing.get_type_hints(config_class.__mro__[1], localns=names, include_extras=True)
 
 
@@ -145,7 +144,7 @@ class CheckedConfig:
     """A config that fills in what follows from its fields and checks itself when it is made.
 
     Raises ConfigError with everything that is wrong: values by themselves, then relations between fields. A subclass
-    extends `derive` and `problems`, calling those of its base first, as the groups of fields that form one config do.
+    extends `derive` and `problems`, calling its base's methods first, as the groups of fields that form one config do.
     """
 
     usual_kind: ClassVar[FieldKind | None] = None

@@ -71,10 +71,9 @@ def activate(device: torch.device) -> None:
 
 
 def is_cpu(where: torch.Tensor | torch.device) -> bool:
-    """Return whether a tensor or a device is the host's own: read without waiting, computed by the CPU's kernels.
+    """Return whether a tensor or a device is on the host: read without waiting, computed by the CPU's kernels.
 
-    What differs between the kernels of CPUs and GPUs is asked with this, here as everywhere, so that a further kind of
-    device has one place to be thought of.
+    Every branch between CPU and GPU kernels asks this function, so that support for another kind of device starts here.
     """
     return (where.device if isinstance(where, torch.Tensor) else where).type == "cpu"
 
@@ -108,7 +107,7 @@ def find_own_gpus(ranks: Sequence[int], own_rank: int) -> list[int] | None:
 def are_linked(gpus: Sequence[int]) -> bool:
     """Return whether each of these GPUs reaches every other one over NVLink."""
     try:
-        # torch tells its own programs only, from NVIDIA's management library.
+        # torch has it in a private function only, which reads NVIDIA's management library.
         found: Any = torch._C._distributed_c10d._detect_dma_connectivity(torch._C._autograd.DeviceType.CUDA, "nvlink")  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError):  # a build without it, a machine without that library
         return False
@@ -124,7 +123,7 @@ def has_wide_sums(device: torch.device, dtype: torch.dtype) -> bool:
     operand, into = torch.ones(16, 16, dtype=dtype, device=device), torch.zeros(16, 16, device=device)
     try:
         torch.addmm(into, operand, operand, out_dtype=torch.float32, out=into)
-    # Earlier releases do not know out_dtype, or want one number format for all three.
+    # Earlier releases do not know out_dtype, or want the same dtype for all three.
     except (RuntimeError, TypeError):
         return False
     return True
@@ -155,7 +154,7 @@ def find_widest_flash_heads(device: torch.device) -> int:
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         return 0
-    # Those of graphics cards have less shared memory than its backward needs for wider ones.
+    # Graphics cards have less shared memory than its backward needs for wider heads.
     return 256 if (major, minor) == (8, 0) or major in (9, 10) else 192
 
 
@@ -236,7 +235,7 @@ def use_deterministic_algorithms() -> None:
 
 
 def activate_flash_attention(version: int) -> None:
-    """From now on torch's flash attention is this version: 2, its own, or 3 or 4, of a package.
+    """Make torch's flash attention this version from now on: 2, which torch includes, or 3 or 4, from a package.
 
     Raises ConfigError where that package is missing or does not fit.
     """
@@ -342,7 +341,7 @@ def read_memory_stats() -> dict[str, int]:
 
 
 def reset_peak_memory() -> None:
-    """Start counting peak_bytes anew; the CPU's peak counts from the start of the process."""
+    """Start counting peak_bytes again; the CPU's peak counts from the start of the process."""
     if _cuda_in_use():
         torch.cuda.reset_peak_memory_stats()
 
@@ -364,7 +363,8 @@ def pin_memory(memory: torch.Tensor) -> Callable[[], None]:
     address = memory.data_ptr()
     # Refused where the system limits locked memory: copies are then slower, and as exact.
     if int(runtime.cudaHostRegister(address, memory.numel(), 0)) != 0:
-        # CUDA keeps the refusal for whoever asks next for an error, which is the next kernel: this one takes it.
+        # CUDA reports the refusal to the next call that checks for errors, which would be the next kernel: clear it
+        # here.
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=current_device())
         return lambda: None
@@ -388,7 +388,7 @@ def read_used_memory_bytes() -> int:
     """Bytes of the device's memory, or of the machine's, that all processes together use."""
     device = current_device()
     if is_cuda(device):
-        # The driver's figures, not the allocator's: other processes and CUDA's own context take memory, too.
+        # The driver's figures, not the allocator's: other processes and the CUDA context take memory, too.
         free, total = torch.cuda.mem_get_info(device)
         return int(total - free)
     return os.sysconf("SC_PAGE_SIZE") * (os.sysconf("SC_PHYS_PAGES") - os.sysconf("SC_AVPHYS_PAGES"))
@@ -412,8 +412,8 @@ def _read_peak_resident_bytes() -> int:
 
 
 class CopyQueue:
-    """Copies between host and device that run one after the other, beside the computation: on a GPU in a stream of
-    their own, on the CPU at once.
+    """Copies between host and device that run one after the other, concurrently with the computation: on a GPU in a
+    separate stream, on the CPU at once.
 
     A moment is what other queues and the computation wait for without the host; None on the CPU, where all is done.
     """

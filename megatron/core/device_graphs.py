@@ -66,7 +66,7 @@ class GraphRecorder:
         """A block in which recordings are made; waits for the device once."""
         synchronize()
         gc.collect()
-        # Pools get memory of their own, which must not lie idle in the common one.
+        # Pools allocate separate memory; what is cached in the common pool would be idle.
         release_cached_memory()
         collects = gc.isenabled()
         # A tensor or graph that is freed by chance in the middle of a recording would be recorded, or break it.
@@ -82,7 +82,7 @@ class GraphRecorder:
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            # Other threads may go on asking the device: communication watches its own calls.
+            # Other threads may go on querying the device: NCCL's watchdog polls its collectives.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 result = function()
@@ -110,15 +110,15 @@ def load(fixed: Tensor, tensor: Tensor) -> None:
 
 
 def renew_gradient_nodes(parameters: Iterable[nn.Parameter]) -> None:
-    """Let autograd make its nodes for the gradients of these parameters anew; their values stay where they are.
+    """Let autograd make new nodes for the gradients of these parameters; their values stay where they are.
 
     A node runs on the stream of the forward pass that first used the parameter, and lives as long as any graph that
-    leads to it, such as that of a loss that somebody keeps. In a recording that stream would have to wait for ours,
-    which CUDA refuses.
+    leads to it, such as the graph of a loss that a caller keeps. In a recording that stream would have to wait for
+    ours, which CUDA refuses.
     """
     for parameter in parameters:
         values = parameter.data
-        # Autograd lets go of the node of a parameter that changes its number format.
+        # Autograd drops the node of a parameter that changes its dtype.
         other = torch.float32 if values.dtype == torch.float64 else torch.float64
         parameter.data = values.new_empty(0, dtype=other)
         parameter.data = values

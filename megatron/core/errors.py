@@ -13,7 +13,7 @@
 | DriftError     | 75        | replicas of a weight differ: starting again loads equal ones   |
 | NonFiniteError | 17        | a loss or a gradient became NaN or infinite                    |
 | RerunError     | 16        | worth starting again elsewhere: is it the device or the model? |
-| CrashError     | 70        | a process died by a fault of its own, such as SIGSEGV          |
+| CrashError     | 70        | a process crashed, for example with SIGSEGV                    |
 
 Bugs of ours stay ordinary exceptions with their traceback.
 """
@@ -152,7 +152,7 @@ _SHORTAGE = (
 
 def explain_refused_memory(error: BaseException) -> str | None:
     """Return what an allocator was asked for and did not give, in words: `274.9 GB`; None for any other error."""
-    # numpy's and torch's own classes are a MemoryError and a RuntimeError.
+    # numpy's class is a MemoryError, torch's a RuntimeError.
     if not isinstance(error, MemoryError | RuntimeError):
         return None
     text = str(error)
@@ -197,8 +197,8 @@ def _format_error(error: BaseException) -> list[str]:
 
 def tell_launcher(error: BaseException, delay_seconds: float = 0.0) -> None:
     """Leave what ends this process where torchrun looks for it (the file TORCHELASTIC_ERROR_FILE), so that its report
-    has the sentence as the root cause: of several processes that of the earliest, which counts as so much later. The
-    first error of a process stays; without torchrun nothing is written."""
+    has the sentence as the root cause: of several processes the earliest one's sentence, which counts as so much later.
+    The first error of a process stays; without torchrun nothing is written."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or os.path.exists(path):
         return

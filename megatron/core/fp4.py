@@ -5,8 +5,8 @@
                                                 E4M3, one for each 16 values along the sum, of weights for 16 x 16
                                                 float32, one for the matrix: amax / (6 * 448)
 
-A block's scale is its own amax / 6, in units of the tensor scale, rounded to E4M3. What is divided by both is rounded
-to the nearest E2M1 value, to even between two, and what is greater than 6 becomes 6. Output gradients are rounded at
+A block's scale is its amax / 6, in units of the tensor scale, rounded to E4M3. What is divided by both is rounded to
+the nearest E2M1 value, to even between two, and what is greater than 6 becomes 6. Output gradients are rounded at
 random instead, up as often as down so that the mean is right; the operands of weight gradients are turned before by a
 random Hadamard transform over 16 tokens, which spreads outliers and cancels in their product.
 
@@ -48,8 +48,8 @@ def round_to_e2m1(x: Tensor, fractions: Tensor | None = None) -> Tensor:
     # The step between neighbours is half of the power of two below a value, of 1 for values below that.
     power = x.abs().clamp_(1.0, LARGEST)
     power.view(torch.int32).bitwise_and_(0x7F800000)
-    # Values become whole numbers of steps, of which those with an even code are even. 0x7F800000 less the bits of 2^n
-    # are those of 2^(1 - n).
+    # Values become whole numbers of steps, of which those with an even code are even. 0x7F800000 minus the bits of 2^n
+    # gives the bits of 2^(1 - n).
     per_step = (0x7F800000 - power.view(torch.int32)).view(torch.float32)
     step = power.mul_(0.5)
     if fractions is None:
@@ -118,7 +118,7 @@ def transform(x: Tensor) -> Tensor:
     """
     if is_turned(x):
         return _transform_rows(x.transpose(-2, -1)).transpose(-2, -1)
-    # Along the rows sums are those of whole vectors.
+    # Along the rows, sums are over full vectors.
     return _transform_rows(x.transpose(-2, -1).contiguous()).transpose(-2, -1)
 
 

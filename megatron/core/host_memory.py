@@ -111,7 +111,7 @@ def list_control_groups(controller: str = "memory") -> Iterator[Path]:
             root = Path("/sys/fs/cgroup") / (controllers if is_first_version else "")
             if controllers == "" or is_first_version:
                 inside = root / path.lstrip("/")
-                # In a container the path may be the host's, and the container's own group the root.
+                # In a container the path may be the host's, and the container's group the root.
                 yield from (inside, *(above for above in inside.parents if above.is_relative_to(root)))
 
 

@@ -3,7 +3,7 @@
 
     context.layout                       which tokens of which sequences this call has
     context.max_tokens                   tokens that the longest sequence may have
-    context.update(layer, key, value)    append what a layer keeps of each token; get back that of the sequences
+    context.update(layer, key, value)    append what a layer keeps of each token; get back the sequences' values
     context.read_recurrent(layer, ...)   what a layer keeps of each sequence, whatever its length; write_recurrent
 
 The owner (the generation loop) says before each call of the model what it reads; layers read and write.
@@ -34,7 +34,7 @@ class InferenceContext(Protocol):
         the last.
 
         new: [t, 1, ...] or [s, b, ...] each, as many tensors and of such shapes as the layer likes, the same in every
-        call: keys, rotated already, and values, of their own widths, or a compressed form of both. Returns each as
+        call: keys, rotated already, and values, each of any width, or a compressed form of both. Returns each as
         [tokens, sequences, ...]: one sequence, or several of one length; `layout.cut` cuts queries in the same way.
         """
         ...
@@ -54,7 +54,7 @@ class InferenceContext(Protocol):
             context.write_recurrent(number, state)
             return context.layout.join(parts)
 
-        In training `PackedSeqParams.layout` describes documents in the same way, each of which begins anew.
+        In training `PackedSeqParams.layout` describes documents in the same way; each document starts afresh.
         """
         ...
 

@@ -21,8 +21,8 @@ _LONGEST_LINE_BYTES = 1 << 20
 def append_lines(path: Path, lines: Iterable[str]) -> None:
     """Append lines, all of them or none.
 
-    Raises StorageError when the disk does not take them; the file then ends where it ended before. It is opened anew
-    for each call, so that a file system that was lost for a while is found again.
+    Raises StorageError when the disk does not take them; the file then ends where it ended before. The file is opened
+    again for each call, so that appending survives a file system that was lost for a while.
     """
     data = "".join(f"{line}\n" for line in lines).encode()
     try:

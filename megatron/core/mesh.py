@@ -7,8 +7,8 @@ The ranks form two grids over the same processes, the first axis of `order` runn
     experts         etp x ep x edp x pp        edp = world / (etp * ep * pp)
 
 so expert parallelism is carved out of the processes that data, context and tensor parallelism use elsewhere. A layer's
-attention and its experts lie on the same stage: the grid of the experts divides the processes of each dense stage anew,
-in the order of their ranks, wherever `order` puts pp.
+attention and its experts are on the same stage: the grid of the experts divides the processes of each dense stage
+again, in the order of their ranks, wherever `order` puts pp.
 A group along some axes is the set of ranks whose other coordinates agree. Order of ranks and of groups is upstream's.
 
 Along a pipeline, VirtualStages says which process holds which stretch of layers.
@@ -60,8 +60,8 @@ class RankGrid:
     one."""
 
     hybrid_cp: int = 0
-    """Most ranks that share a sequence, where each sequence has its own number of them: 1, 2, 4, ... neighbours among
-    the ranks of `dp` x `cp`, up to this number; 0 where all sequences are shared by `cp` ranks."""
+    """Most ranks that share a sequence, where the number differs from sequence to sequence: 1, 2, 4, ... neighbours
+    among the ranks of `dp` x `cp`, up to this number; 0 where all sequences are shared by `cp` ranks."""
 
     embedding_stages: tuple[int, ...] | None = None
     """Stages that hold a copy of the word embedding's weight; the first and the last one when None."""
@@ -95,7 +95,7 @@ class RankGrid:
     def dense_sizes(self) -> dict[str, int]:
         """Axis -> size of the dense grid, the fastest axis first."""
         sizes = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
-        # Expert parallelism has no ranks of its own here: it uses those of the other axes.
+        # Expert parallelism has no separate ranks here: it uses the ranks of the other axes.
         return {axis: sizes[axis] for axis in self.order.split("-") if axis != "ep"}
 
     @cached_property
@@ -113,7 +113,7 @@ class RankGrid:
 
     @cached_property
     def _stage_by_stage(self) -> list[int]:
-        """All ranks: those of the first stage, in ascending order, then those of the second, ..."""
+        """All ranks: the first stage's, in ascending order, then the second's, ..."""
         return list(itertools.chain.from_iterable(list_rank_groups(self.dense_sizes, self.dense_sizes.keys() - {"pp"})))
 
     @cached_property
@@ -266,7 +266,7 @@ class VirtualStages:
 
     def index(self, rank: int, chunk: int) -> int:
         """The virtual stage that is this chunk of this process."""
-        # Called a million times for a plan: without a call of its own for the turn.
+        # Called a million times for a plan: without a second call for the turn.
         return chunk * self.stages + (self.stages - 1 - rank if self.folded and chunk % 2 else rank)
 
     def holder(self, index: int) -> tuple[int, int]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of the parallel axes, number formats and overlap switches that every layer may need."""
+"""Sizes of the parallel axes, dtypes and overlap switches that every layer may need."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def refuse_missing(config: Any, table: Mapping[str, tuple[Any, str]]) -> Iterato
 
 @dataclass(kw_only=True)
 class ModelParallelConfig(CheckedConfig):
-    """Division of the model over processes, and the number format in which it computes."""
+    """Division of the model over processes, and the dtype in which it computes."""
 
     tensor_model_parallel_size: int = flag(1, minimum=1, kind="layout")
     """Processes that share each layer (tensor parallelism)."""
@@ -81,9 +81,9 @@ class ModelParallelConfig(CheckedConfig):
     bf16: bool = flag(False, kind="numerics")
     """Compute in bfloat16; the optimizer keeps float32 main parameters."""
     params_dtype: torch.dtype | None = derived(kind="numerics")
-    """Number format of the parameters; float32, or what bf16/fp16 ask for, when None."""
+    """Dtype of the parameters; float32, or what bf16/fp16 select, when None."""
     pipeline_dtype: torch.dtype | None = derived(kind="layout")
-    """Number format of the hidden states that pipeline stages exchange; that of the parameters when None."""
+    """Dtype of the hidden states that pipeline stages exchange; the parameters' dtype when None."""
     variable_seq_lengths: bool = derived(False, kind="layout")
     """Microbatches of a step may differ in length: pipeline stages send each other the shape of what follows."""
     gradient_accumulation_fusion: bool = flag(True, kind="kernel")
@@ -93,7 +93,7 @@ class ModelParallelConfig(CheckedConfig):
     every microbatch counts alike, however many of its tokens do."""
     use_cpu_initialization: bool = flag(False, kind="kernel")
     """Draw initial weights on the CPU, so that a run on GPUs starts from the same numbers as one on CPUs, or on GPUs of
-    another type. Each type of device gives its own numbers; on any, a weight depends only on the seed, its name and its
+    another type. Each type of device gives other numbers; on any, a weight depends only on the seed, its name and its
     index."""
     clone_scatter_output_in_embedding: bool = flag(True, kind="layout")
     """With sequence parallelism and learned positions, copy a rank's part of the embedded sequence, so that the whole
@@ -116,7 +116,7 @@ class ModelParallelConfig(CheckedConfig):
     grad_scale_func: Any = derived(kind="report")
     """Function that a schedule applies to each loss before its backward."""
     timers: Any = derived(kind="report")
-    """Says nothing in a model; a run has its own."""
+    """Ignored by a model; a run has separate timers."""
     batch_p2p_comm: bool = derived(True, kind="layout")
     """Says nothing: transfers that stand side by side are posted together."""
     deallocate_pipeline_outputs: bool = derived(False, kind="layout")
@@ -126,7 +126,7 @@ class ModelParallelConfig(CheckedConfig):
     barrier_with_L1_time: bool = derived(True, kind="report")
     """Says nothing in a model; a run's stopwatches have it."""
     use_te_rng_tracker: bool = derived(False, kind="kernel")
-    """Says nothing: random states are those of torch's generators."""
+    """Ignored: random states come from torch's generators."""
     autocast_dtype: torch.dtype | None = derived(kind="numerics")
     """Says nothing without enable_autocast."""
     enable_autocast: bool = derived(False, kind="numerics")
@@ -180,5 +180,5 @@ class ModelParallelConfig(CheckedConfig):
 
     @property
     def compute_dtype_name(self) -> Literal["float32", "bfloat16", "float16"]:
-        """Name of the number format that parameters and activations use."""
+        """Name of the dtype of parameters and activations."""
         return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float32"

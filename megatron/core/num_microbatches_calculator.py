@@ -69,7 +69,7 @@ class NumMicrobatchesCalculator:
     decrease_batch_size_if_needed: bool = False
 
     def check_sizes(self, consumed_samples: int = 0, iterations: int | None = None) -> None:
-        """Raise ConfigError naming every size that the ranks cannot share among those of the next `iterations`.
+        """Raise ConfigError naming every batch size of the next `iterations` that the ranks cannot share equally.
 
         consumed_samples: trained on so far; a size that was passed by then counts no longer, so that a run may go on
         with another number of ranks. iterations: None for a run without end.

@@ -11,13 +11,13 @@ from megatron.core.errors import StorageError
 _OTHER_FILES = 512
 """Of a training process, beside its data."""
 _FEWEST = 64
-"""With fewer, libraries hang or crash at places of their own choice."""
+"""With fewer, libraries hang or crash in unpredictable places."""
 _PER_LOADER = 16
 
 
 def allow_open_files(count: int) -> int:
-    """Raise this process's own limit so that `count` further files can be open, as far as the system permits; return
-    how many it may have open now, at least `count` where there is no limit."""
+    """Raise this process's limit so that `count` further files can be open, as far as the system permits; return how
+    many it may have open now, at least `count` where there is no limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + _OTHER_FILES
     if soft == resource.RLIM_INFINITY:

@@ -95,8 +95,8 @@ def compute_scheduler_steps(
 class OptimizerParamScheduler:
     """Sets `lr` and `weight_decay` of an optimizer's parameter groups.
 
-    A group may carry `max_lr` and `min_lr` of its own, and `wd_mult`, the multiple of the weight decay it gets
-    (0 for biases and norms). Its `lr_mult` is kept for checkpoints only and, as upstream, not applied.
+    A group may carry `max_lr` and `min_lr` that replace the common ones, and `wd_mult`, the multiple of the weight
+    decay it gets (0 for biases and norms). Its `lr_mult` is kept for checkpoints only and, as upstream, not applied.
 
     use_checkpoint_opt_param_scheduler: a loaded state wins over these arguments; override_opt_param_scheduler: these
     arguments win; with neither, load_state_dict refuses a state that differs. Raises ConfigError for a curve that
@@ -176,7 +176,7 @@ class OptimizerParamScheduler:
 
     def get_lr(self, param_group: Mapping[str, Any]) -> float:
         """Learning rate of a parameter group at the current step."""
-        # Decoupled and muP rates are a group's own; the start of the warm-up is the same for all.
+        # Decoupled and muP rates differ by group; the start of the warm-up is the same for all.
         max_lr: float = param_group.get("max_lr", self.max_lr)
         min_lr: float = param_group.get("min_lr", self.min_lr)
         if self.lr_warmup_steps > 0 and self.num_steps <= self.lr_warmup_steps:

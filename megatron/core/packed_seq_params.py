@@ -4,7 +4,7 @@
     tokens       [1, t]                      d0 d0 d0 d1 d1 d2 d2 d2 d2
     cu_seqlens   int32 [documents + 1]       0        3     5           9
 
-Each token sees earlier tokens of its own document only.
+Each token sees only earlier tokens of its document.
 """
 
 from __future__ import annotations
@@ -107,10 +107,10 @@ def pack_batch(
 ) -> tuple[dict[str, Tensor], PackedSeqParams | None]:
     """A batch whose samples carry cu_seqlens [b, m] as one packed sequence: [b, s] -> [1, b * s]; others as they are.
 
-    A sample's bounds may be padded with its length s. Masks are left out: the bounds say what may be seen. Bounds that
-    lie on the host, as a run's own batches have them, go to the tokens' device and are kept beside. hybrid_cp: the
-    groups of which one shares the batch where it carries local_cp_size, the number of its ranks. Raises ConfigError
-    where no group has that size.
+    A sample's bounds may be padded with its length s. Masks are left out: the bounds say what may be seen. Bounds on
+    the host, as in a run's batches, go to the tokens' device; the host's copy is kept, too. hybrid_cp: the groups of
+    which one shares the batch where it carries local_cp_size, the number of its ranks. Raises ConfigError where no
+    group has that size.
     """
     if "cu_seqlens" not in batch:
         return dict(batch), None

@@ -57,7 +57,7 @@ def initialize_model_parallel(
 
     torch.distributed must be initialised first, unless there is one process. virtual_pipeline_model_parallel_size:
     remembered for `get_virtual_pipeline_model_parallel_world_size`. high_priority_stream_groups: names of groups that
-    communicate on NCCL streams of high priority. create_gloo_process_groups: no group of its own is needed. Raises
+    communicate on NCCL streams of high priority. create_gloo_process_groups: no separate group is needed. Raises
     ConfigError for what does not exist here, TopologyError when the sizes do not fit the number of processes,
     RuntimeError when groups exist already.
     """
@@ -179,7 +179,7 @@ def _make_single_group(world: Any) -> dist.ProcessGroup:
     """This process alone, made once in each job of torch.distributed."""
     if world.size() == 1:
         return world  # type: ignore[no-any-return]
-    # Each process makes its own; the others need not take part.
+    # Each process makes its group; the others need not take part.
     group: dist.ProcessGroup = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     return group
 
@@ -306,7 +306,7 @@ def is_pipeline_stage_after_split(rank: int | None = None) -> bool:
 
 
 def get_tensor_and_context_parallel_rank() -> int:
-    """This process's place among those of one stage that work on the same samples."""
+    """This process's rank among the processes of one stage that work on the same samples."""
     return _groups().tp_cp.rank()
 
 

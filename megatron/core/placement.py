@@ -3,7 +3,7 @@
 
 Initialisation, checkpoints and resharding, weight conversion, gradient synchronisation, the gradient norm and the
 memory planner all read the `Placement` that a parameter carries; there is no second list of what is column parallel.
-Weight decay, the choice of an update rule, learning rates of their own and counts read its `kind`.
+Weight decay, the choice of an update rule, separate learning rates and counts read its `kind`.
 
     full tensor --take()--> shard of one process          shards of all processes --join()--> full tensor
 
@@ -213,7 +213,7 @@ class Placement:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of this process's shard."""
-        # Derived, never stored: a shape of its own could contradict the splits.
+        # Derived, never stored: a stored shape could contradict the splits.
         shape = list(self.full_shape)
         for split in self.splits:
             shape[split.dim] = split.local_size(shape[split.dim])
@@ -373,7 +373,7 @@ class Placement:
         return dataclasses.replace(self, name=name)
 
     def element(self, index: int) -> Placement:
-        """One element, by its number in the shard, of a stack along dimension 0: a tensor with a name of its own."""
+        """One element, by its number in the shard, of a stack along dimension 0: a tensor with a separate name."""
         runs = [split.runs(self.full_shape[0]) for split in self.splits if split.dim == 0]
         first = runs[0][0].start if runs and runs[0] else 0
         return Placement(
@@ -413,7 +413,8 @@ def place(param: Tensor, placement: Placement) -> None:
     """Attach the placement to the parameter. Raises ValueError when the parameter has another shape."""
     if tuple(param.shape) != placement.local_shape:
         raise ValueError(f"{placement.name}: shape {tuple(param.shape)}; its placement says {placement.local_shape}")
-    # An attribute of the parameter, so that whoever meets the parameter can ask it; no table has to be kept in step.
+    # An attribute of the parameter, so that all code that has the parameter can read it; no table has to be kept in
+    # step.
     param.placement = placement  # type: ignore[attr-defined]
     marks = placement.marks()
     vars(param).update(marks)

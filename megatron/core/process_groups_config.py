@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every process group by name, in one object that is handed to whoever needs a group.
+"""Every process group by name, in one object that is passed to all code that needs a group.
 
 A row of ProcessGroupCollection says everything about a group: its members, the ranks of the grid it runs along, and the
 axis whose traffic it is. What builds, pretends, meters and limits groups reads these rows; a new axis is a new row.
@@ -81,14 +81,14 @@ class _Row(NamedTuple):
     traffic: str
     """The axis that its traffic is counted for."""
     axes: str | None = None
-    """Name of it in RankGrid.groups(); None where the grid has a function of its own for it."""
+    """Name of it in RankGrid.groups(); None where the grid has a separate function for it."""
     is_tuple: bool = False
     is_apart: bool = False
-    """True if it has a communicator of its own also where another group has the same members."""
+    """True if it has a separate communicator even where another group has the same members."""
 
 
 def _along(axes: str, traffic: str | None = None) -> Any:
-    """A field whose groups run along axes of the grid. traffic: where it is not that of these axes."""
+    """A field whose groups run along axes of the grid. traffic: where it is not the traffic of these axes."""
     row = _Row(lambda grid: [grid.groups(axes)], traffic or axes, axes)
     return dataclasses.field(metadata={_ROW: row})
 

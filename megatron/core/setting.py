@@ -27,7 +27,7 @@ FieldKind = Literal["shape", "function", "shorthand", "layout", "numerics", "ker
 | function  | lets tensors of the same shapes compute something else, in evaluation, too           |
 | shorthand | is a change of other fields, for whose values it stands                              |
 | layout    | divides the same run over processes, or its work over time, in another way           |
-| numerics  | trains otherwise: other data, updates, noise, number formats                         |
+| numerics  | trains otherwise: other data, updates, noise, dtypes                                 |
 | kernel    | computes the same in another way; numbers differ by rounding at most                 |
 | report    | shows or keeps something else                                                        |
 
@@ -61,7 +61,8 @@ class NeedsGPU:
     """
 
     asked: Callable[[Any], bool]
-    """True if a run has the wish: `lambda run: run.attention_backend == "fused"`. The argument is that of Needs.met."""
+    """True if a run has the wish: `lambda run: run.attention_backend == "fused"`. The argument is the same as for
+    Needs.met."""
     otherwise: str
     """Consequence without it, after "X needs a GPU; without one, "."""
     instead: Mapping[str, Any] = field(default_factory=dict)
@@ -91,7 +92,7 @@ class Setting:
     above: float | None = None
     """Exclusive lower bound."""
     repeats: bool = False
-    """Given several times, the values of all occurrences count; otherwise those of the last one."""
+    """Given several times, the values of all occurrences count; otherwise only the last one's."""
     example: Any = None
     """A value for the sentence "--x is missing; ... for example --x 12". A field with an example must be given."""
     unit: str | None = None

@@ -37,7 +37,7 @@ def tie_parts(stack: Any, parts: list[nn.Parameter]) -> None:
 
 
 def bind_parts(stack: Any) -> None:
-    """Make the parts views of the stack again, and of its main_grad; for whoever has given it other memory. Does
+    """Make the parts views of the stack again, and of its main_grad; for callers that have given it other memory. Does
     nothing for a parameter without parts."""
     gradients = getattr(stack, "main_grad", None)
     for index, part in enumerate(getattr(stack, "parts", ())):
@@ -72,8 +72,8 @@ def collect_parts(stack: Any) -> Any:
 
 
 def use_parts(stack: Any) -> Tensor:
-    """The values for a product: the stack itself where its gradient goes to a flat buffer, or nobody asks for one; else
-    made of its parts, so that autograd gives each of them its own."""
+    """The values for a product: the stack itself where its gradient goes to a flat buffer or is not needed; else
+    concatenated from its parts, so that autograd gives each part a gradient."""
     collect_parts(stack)
     if not getattr(stack, "parts", ()) or hasattr(stack, "main_grad") or not torch.is_grad_enabled():
         return stack  # type: ignore[no-any-return]

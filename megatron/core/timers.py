@@ -108,7 +108,7 @@ class Timers:
     barrier_group: whose processes wait for each other at the start of those timers that ask for it.
     """
 
-    @take_arguments("log_level log_option=...")  # whoever writes them says how
+    @take_arguments("log_level log_option=...")  # the caller that writes them says how
     def __init__(self, log_level: int = 2, synchronizes: bool = False, barrier_group: Group | None = None) -> None:
         self.log_level = log_level
         self.synchronizes = synchronizes

@@ -37,7 +37,7 @@ class Traffic:
     def add(self, axis: str, kind: Kind, tensor_bytes: int, members: int) -> None:
         """Count one call. tensor_bytes: B above; for all_to_all what leaves the process."""
         whole = kind in ("send", "all_to_all")
-        # For the others a member's own part of the tensor never leaves it.
+        # For the others a member's local part of the tensor never leaves it.
         share = 1.0 if whole else (members - 1) / members
         # An all-reduce is a reduce-scatter and an all-gather.
         self.sent_bytes[axis, kind] += round(tensor_bytes * share * (2 if kind == "all_reduce" else 1))

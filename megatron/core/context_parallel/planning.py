@@ -9,8 +9,8 @@ With at most 8 tokens on each of 4 ranks, and samples of 30, 12, 8, 5, 4, 4 and 
     rank 2    30c  8
     rank 3    30d  5    4
 
-Blocks are aligned (those of two: 0-1 and 2-3), and the samples of many ranks come first. So whoever shares a sample
-has the same past, and nobody waits for another rank in the middle of its work. A sample goes to the block with the
+Blocks are aligned (blocks of two: 0-1 and 2-3), and the samples of many ranks come first. So the ranks that share a
+sample have the same past, and no rank waits for another in the middle of its work. A sample goes to the block with the
 least work so far, expensive ones first (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969: at most 4/3 of the
 best possible time where all samples are undivided). Undivided samples of a rank are packed into microbatches of at most
 the tokens of a rank.
@@ -42,7 +42,8 @@ def cutting_problem(sequence: str, length: int, size: int) -> str | None:
 
 @dataclass(frozen=True)
 class SampleCost:
-    """Estimated work, in any unit: every token has that of the linear layers, and that of each token it sees."""
+    """Estimated work, in any unit: each token costs the linear layers' work, and the work of each token that it
+    sees."""
 
     per_token: float
     per_pair: float
@@ -102,7 +103,7 @@ class ContextPlan:
 
     @property
     def balance(self) -> float:
-        """Mean work of a rank over that of the rank with the most: the share of the step in which ranks compute. 1 is
+        """Mean work of a rank divided by the most work of a rank: the fraction of the step in which ranks compute. 1 is
         perfect."""
         most = max(self.work)
         return sum(self.work) / self.num_ranks / most if most else 1.0

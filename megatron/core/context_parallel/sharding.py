@@ -74,7 +74,7 @@ def get_batch_on_this_cp_rank(batch: Mapping[str, Tensor], cp_group: Group) -> d
     """
     if cp_group.size() == 1:
         return dict(batch)
-    # No communication: each rank has loaded the whole batch, and cuts out what is its own.
+    # No communication: each rank has loaded the full batch, and cuts out its part.
     rank, size = cp_group.rank(), cp_group.size()
     # A batch may carry None for what its dataset does not give, as upstream's do.
     own = {name: value for name, value in batch.items() if name in _WHOLE or value is None}

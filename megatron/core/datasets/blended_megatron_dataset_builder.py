@@ -67,7 +67,7 @@ class BlendedMegatronDatasetBuilder:
             return [dataset for dataset in self._build_splits(sizes) if dataset is not None]
         if config.blend is not None:
             matrix = config.split_matrix or [None] * len(DataSplit)
-            prefixes = config.blend[0]  # its weights are those of training
+            prefixes = config.blend[0]  # it has the weights of training
         else:
             matrix = [(0.0, 1.0) if split is DataSplit.valid else None for split in DataSplit]
             prefixes, weights = (config.blend_per_split or [None] * len(DataSplit))[DataSplit.valid.value] or ([], None)
@@ -126,7 +126,7 @@ class BlendedMegatronDatasetBuilder:
             assert wanted is not None, "checked in _sizes_by_dataset"
             return BlendedDataset(datasets, weights, sum(samples_per_dataset(weights, wanted)), self.config)
         offered = [len(dataset) for dataset in datasets]
-        # Without weights a blend serves each dataset's own samples, of which there may be fewer than asked for.
+        # Without weights a blend serves each dataset's samples once, which may be fewer than requested.
         size = None if wanted is None else min(wanted, sum(offered))
         return BlendedDataset(datasets, offered, size, self.config)
 

@@ -123,7 +123,7 @@ class _Segments:
                 piece += 1
 
     def _guess_counts(self, rare_counts: Array) -> Array:
-        """[segments, datasets]: likely counts before each, from those of the rare datasets.
+        """[segments, datasets]: likely counts before each, from the counts of the rare datasets.
 
         The others share the rest of the draws by weight, rounded down, and what is missing goes to the largest rests.
         """

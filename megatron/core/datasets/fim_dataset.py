@@ -56,7 +56,7 @@ class GPTFIMDatasetConfig(GPTDatasetConfig):
 
 
 class GPTFIMDataset(GPTDataset):
-    """GPT samples whose documents are rearranged; the constructor's arguments are those of GPTDataset.
+    """GPT samples whose documents are rearranged; the constructor takes GPTDataset's arguments.
 
     A sample that grew is cut to its length, one that shrank is filled up with the pad sentinel, which has no loss.
     """
@@ -89,7 +89,7 @@ class GPTFIMDataset(GPTDataset):
         # Padding is no part of a document.
         while end > 0 and text[end - 1] == self._pad:
             end -= 1
-        # Seeded by the sample's own number: a resumed run, or another number of loader processes, rearranges alike.
+        # Seeded by the sample's number: a resumed run, or another number of loader processes, rearranges alike.
         random = np.random.default_rng((self.config.random_seed, self._split_number(), int(self.shuffle_index[index])))
         rearranged = self._each(text[:end], self._document_end, lambda part: self._document(part, random))
         kept = min(len(rearranged), end)

@@ -83,7 +83,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 
 
 class GPTDataset(MegatronDataset):
-    """Samples of `sequence_length` tokens; the constructor's arguments are those of MegatronDataset.
+    """Samples of `sequence_length` tokens; the constructor takes MegatronDataset's arguments.
 
     dataset[i] -> tokens, labels, position_ids int64 [s], loss_mask float32 [s], and as configured
     attention_mask bool [1, s, s] (True: masked), cu_seqlens int32 [s + 1] with max_seqlen int32.

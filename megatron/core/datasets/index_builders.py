@@ -7,7 +7,7 @@
 
 All documents of an epoch are laid end to end and cut every `sequence_length` tokens, so the start of sample i is the
 place of token i * sequence_length: found from the running sum of lengths for all samples at once. The results, down
-to the draws of numpy's RandomState, are those of Megatron-LM, whose index caches and runs can therefore be continued.
+to the draws of numpy's RandomState, equal Megatron-LM's, whose index caches and runs can therefore be continued.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def build_sample_index(
     pieces = []
     tokens = samples = 0
     for first in range(0, len(document_index), _DOCUMENTS_AT_ONCE):
-        # numpy looks up by its own type of index. Document numbers are valid: "wrap" only spares the check of each.
+        # numpy looks up by its native index type. Document numbers are valid: "wrap" only spares the check of each.
         documents = document_index[first : first + _DOCUMENTS_AT_ONCE].astype(np.intp)
         lengths = sizes.take(documents, mode="wrap")
         # Counted from the last start before the block, not from its first token.
@@ -112,7 +112,7 @@ def build_sample_index(
             positions = positions.repeat(starts[positions + 1] - starts[positions])
         rows = np.empty((count, 2), dtype=row_type)
         np.add(positions, first, out=rows[:, 0], casting="unsafe")
-        # How far into its document a sample starts: its token number less that of the document's first token.
+        # How far into its document a sample starts: its token number minus the number of the document's first token.
         ends -= lengths
         numbers = np.arange(1, count + 1) * sequence_length - extra
         np.subtract(numbers, ends[positions], out=rows[:, 1], casting="unsafe")
@@ -197,7 +197,7 @@ def _swap(values: Array, places: Array) -> None:
     steps_at_places = values.take(places, mode="wrap")
     values[places] = kept
     ends[:] = found
-    # A step that finds another one's number at its place shares it; a place among the ends is that of a later step.
+    # A step that finds another one's number at its place shares it; a place among the ends belongs to a later step.
     sharing = np.flatnonzero(steps_at_places != steps)
     among_ends = np.flatnonzero(places > last - count)
     if not len(sharing) and not len(among_ends):

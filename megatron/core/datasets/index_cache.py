@@ -138,7 +138,7 @@ class IndexCache:
                 # An .npy file that was cut or flipped can still be read as numbers, that is as other samples.
                 if checksums[name] != _checksum(self._path(f"{name}.npy")):
                     return None
-        # Whatever the matter is, building the arrays anew mends it.
+        # Building the arrays again mends any damage.
         except (OSError, ValueError, LookupError, TypeError):
             return None
         return self._open()

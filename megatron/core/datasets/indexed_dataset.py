@@ -82,7 +82,7 @@ class IndexedDataset:
         self._itemsize = self.index.dtype.itemsize
         self._idx_digest: str | None = None
         self._bin: _BinFile | ObjectFile
-        if in_objects:  # whose storage keeps checksums of its own
+        if in_objects:  # whose storage keeps checksums
             self._bin = ObjectFile(get_bin_path(path_prefix), self.index.bin_bytes)
             return
         # The index is compared at once: a wrong length in it would shift every token after it.

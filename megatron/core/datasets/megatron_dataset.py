@@ -40,7 +40,7 @@ class MegatronDataset(ABC):
     ) -> None:
         self.dataset = dataset
         self.dataset_path = dataset_path
-        # The indices of a blend's datasets would stay in memory; those of a split are consecutive.
+        # The indices of a blend's datasets would stay in memory; a split's are consecutive.
         is_range = len(indices) > 0 and bool((np.diff(indices) == 1).all())
         self._indices = range(int(indices[0]), int(indices[0]) + len(indices)) if is_range else indices
         self.num_samples = num_samples

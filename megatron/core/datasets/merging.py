@@ -49,7 +49,7 @@ def prefixes_in(directory: str) -> list[str]:
 
 
 def order_surprise(prefixes: Sequence[str]) -> str | None:
-    """A sentence where names are numbered, but their order is not that of the numbers; None otherwise."""
+    """A sentence where names are numbered but not in the order of the numbers; None otherwise."""
     by_number = sorted(prefixes, key=_natural)
     for given, numbered in zip(prefixes, by_number, strict=True):
         if given != numbered:

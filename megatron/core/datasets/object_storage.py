@@ -67,7 +67,8 @@ def local_copy(path: str, directory: str | None) -> str:
 
 
 class ObjectFile:
-    """Typed reads from an object of known size. After a fork each process has connections and blocks of its own."""
+    """Typed reads from an object of known size. After a fork each process opens its connections and reads its blocks
+    again."""
 
     def __init__(self, path: str, size: int) -> None:
         self.path, self.size = path, size
@@ -106,7 +107,7 @@ class ObjectFile:
     def _fetch(self, start: int, end: int) -> bytes:
         try:
             content: bytes = self._file_system.cat_file(self._name, start=start, end=end)
-        except Exception as error:  # each plugin has errors of its own
+        except Exception as error:  # each plugin raises different errors
             raise StorageError(f"{self.path}: reading byte {start}: {_reason(error)}") from error
         # Some servers answer a range beyond the end with what there is, without an error.
         if len(content) != end - start:
@@ -124,7 +125,7 @@ def _open_file_system(path: str) -> tuple[Any, str]:
         file_system, name = fsspec.core.url_to_fs(path)
     except ImportError as error:
         raise ConfigError(f"{path}: fsspec needs a plugin for this protocol ({error}); pip install it") from error
-    except Exception as error:  # unknown protocols, malformed addresses, each plugin in its own way
+    except Exception as error:  # unknown protocols, malformed addresses, each plugin in another way
         remedy = "give a local path or one like s3://…"
         if path.startswith("msc://"):
             remedy = f"pip install 'multi-storage-client[fsspec]' and describe the profile, or {remedy}"
@@ -139,7 +140,7 @@ def _information(file_system: Any, name: str, path: str) -> dict[str, Any]:
         raise DataError(
             f"{path}: no such object; a dataset is the pair PREFIX.bin and PREFIX.idx, give its PREFIX"
         ) from None
-    except Exception as error:  # each plugin has errors of its own
+    except Exception as error:  # each plugin raises different errors
         raise StorageError(f"{path}: {_reason(error)}") from error
     if found.get("type") != "file":
         raise DataError(f"{path}: is a {found.get('type')}; give the path of the dataset without .bin or .idx")

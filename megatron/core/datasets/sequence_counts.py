@@ -49,7 +49,7 @@ class UnopenedDataset:
         return self.counts.sequences
 
     def fingerprint(self) -> dict[str, Any]:
-        """As that of IndexedDataset."""
+        """The same as IndexedDataset's."""
         return {"bin_bytes": self.counts.bin_bytes, "idx_blake2b": self.counts.idx_blake2b}
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> Any:

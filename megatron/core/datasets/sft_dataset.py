@@ -2,8 +2,8 @@
 """Instruction tuning: conversations, packed so that few positions are padding, each as if it were alone.
 
 A conversation of n tokens is n - 1 pairs of a token and its label. The pairs of several conversations share a sequence;
-attention and positions stop at their borders (cu_seqlens), so that their loss is that of the conversations one by one.
-Everything is tokenized once, and kept with the packing in the index cache.
+attention and positions stop at their borders (cu_seqlens), so that their loss equals the loss of the conversations one
+by one. Everything is tokenized once, and kept with the packing in the index cache.
 
 Conversations come from a JSONL file and become token ids through a chat template. A line of the file is an object
 {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}, …]}.
@@ -106,9 +106,9 @@ class ConversationFile:
 def encode(messages: Sequence[dict[str, Any]], tokenizer: Any, place: str) -> tuple[list[int], list[bool]]:
     """Token ids of a conversation, and which of them the model is to learn: the assistant's answers.
 
-    The text is that of the chat template. It is cut where an answer begins and ends, and the parts are tokenized one by
-    one, so that an answer has the tokens it would have when it is generated. The end-of-document token is added unless
-    the template writes it. Raises DataError for a template that rewrites earlier messages.
+    The chat template gives the text. It is cut where an answer begins and ends, and the parts are tokenized one by one,
+    so that an answer has the tokens it would have when it is generated. The end-of-document token is added unless the
+    template writes it. Raises DataError for a template that rewrites earlier messages.
     """
     ids: list[int] = []
     counts: list[bool] = []

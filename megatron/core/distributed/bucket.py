@@ -73,8 +73,8 @@ class Reduction:
 def choose_reduction(
     config: ModelParallelConfig, ddp_config: DistributedDataParallelConfig, groups: ProcessGroupCollection
 ) -> Reduction:
-    """Over whom gradients are combined: a mean over the replicas, or, for a loss per token, a sum (whoever knows the
-    number of tokens divides by it later)."""
+    """Choose how gradients are combined: a mean over the replicas, or, for a loss per token, a sum
+    (finalize_model_grads divides by the number of tokens)."""
     whole: Group = groups.dp_cp
     instances = ddp_config.num_distributed_optimizer_instances
     if ddp_config.use_distributed_optimizer and instances not in (1, groups.optimizer_copies.size()):
@@ -95,7 +95,8 @@ def choose_expert_reduction(
     reduction: Reduction, ddp_config: DistributedDataParallelConfig, groups: ProcessGroupCollection
 ) -> Reduction:
     """The same for weights of experts: summed over the processes that hold the same shard of the same experts, whose
-    tokens together are those of all replicas, and divided as for dense weights by the replicas of the model."""
+    tokens together are the tokens of all replicas, and divided by the number of the model's replicas, as for dense
+    weights."""
     holders: Group = groups.expt_dp
     op, scale = reduction.op, reduction.scale
     if op == "avg":
@@ -107,8 +108,8 @@ def choose_expert_reduction(
 def _choose_shards(
     ddp_config: DistributedDataParallelConfig, whole: Group, shards: Group, copies: Group
 ) -> tuple[Group, Group]:
-    """Return who divides the optimizer's state, and who holds copies of a share, among the processes `whole`. shards,
-    copies: those of several optimizer instances."""
+    """Return the processes that divide the optimizer's state, and the ones that hold copies of a slice, among the
+    processes `whole`. shards, copies: the groups of several optimizer instances."""
     if not ddp_config.use_distributed_optimizer:
         return SingleRankGroup(), whole
     return (whole, SingleRankGroup()) if ddp_config.num_distributed_optimizer_instances == 1 else (shards, copies)
@@ -290,7 +291,7 @@ class ParamGather:
 
 
 def _find_waiting_units(module: nn.Module) -> Iterator[nn.Module]:
-    """The elements of module lists (layers), whole, and otherwise the modules that have parameters of their own.
+    """The elements of module lists (layers) as units, and otherwise the modules that directly hold parameters.
 
     A layer waits as a whole, because it may use a part's weight without calling the part.
     """

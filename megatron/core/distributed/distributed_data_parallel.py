@@ -6,7 +6,7 @@ two ways: a linear layer adds its weight-gradient product straight into `param.m
 `param.grad` and the hook below adds it. `finish_grad_sync` combines the buffers of the replicas, whichever way they
 were filled; with overlap_grad_reduce, most of that is done by then (bucket.py).
 
-With use_distributed_optimizer each replica then has the combined gradients of its own slice of every bucket only; the
+With use_distributed_optimizer each replica then has the combined gradients of only its slice of every bucket; the
 optimizer updates the parameters of that slice and gathers the others'.
 """
 
@@ -53,7 +53,7 @@ class DistributedDataParallel(UpstreamWrapper, ModelChunk):
 
     module: a network whose parameters may carry a Placement; one that carries none counts as held whole by everyone.
     pg_collection: the process groups; the current ones when None. `flat_buffers` holds one ParamAndGradBuffer for each
-    number format. disable_bucketing: one bucket for the whole chunk.
+    dtype. disable_bucketing: one bucket for the whole chunk.
     Raises ConfigError for switches that contradict each other.
     """
 
@@ -127,7 +127,7 @@ class DistributedDataParallel(UpstreamWrapper, ModelChunk):
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """After the optimizer has updated its slices: gather the others'. With overlap_param_gather this returns at
-        once, and forward waits for each layer's parameters; whoever else reads them calls `finish_param_sync`.
+        once, and forward waits for each layer's parameters; other readers call `finish_param_sync`.
 
         force_sync: wait in any case. unused, force_dispatch: of upstream's signature, in which a hook calls this for a
         layer; here the call is about all of them, and always begins at once."""
@@ -136,7 +136,7 @@ class DistributedDataParallel(UpstreamWrapper, ModelChunk):
             self.param_gather.finish()
 
     def finish_param_sync(self) -> None:
-        """Wait until all parameters are those of the last update."""
+        """Wait until all parameters have the values of the last update."""
         self.param_gather.finish()
 
     def get_held_part(self, param: nn.Parameter, *, main: bool = False) -> tuple[torch.Tensor, int | None]:
@@ -157,13 +157,13 @@ def _make_buffers(
     reductions: Mapping[bool, Reduction],
     is_one_bucket: bool,
 ) -> Iterator[ParamAndGradBuffer]:
-    """One buffer for each number format, and of experts others. A parameter used in several places (tied embeddings) is
-    in it once."""
+    """One buffer for each dtype, separately for experts. A parameter used in several places (tied embeddings) is in it
+    once."""
     by_kind: dict[tuple[bool, torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for name, param in list_parameters(module):
         if param.requires_grad:
             placement = get_placement(param, name)
-            # Experts apart: their gradients are summed over other processes than those of dense layers.
+            # Experts apart: their gradients are summed over other processes than the gradients of dense layers.
             by_kind[placement.is_expert, param.dtype, param.device].append((placement.name, param))
     for (is_expert, dtype, _), named_params in by_kind.items():
         grad_dtype = torch.float32 if ddp_config.grad_reduce_in_fp32 else dtype

@@ -39,7 +39,7 @@ class FullyShardedConfig(CheckedConfig):
     """Divide parameters, gradients and optimizer state over the data-parallel processes, through PyTorch's fully_shard
     (ZeRO-3); a layer's parameters are gathered while it computes."""
     use_megatron_fsdp: bool = flag(False, kind="layout")
-    """For scripts of upstream's own FSDP: becomes --use-torch-fsdp2, or with --data-parallel-sharding-strategy optim
+    """For scripts of upstream's FSDP: becomes --use-torch-fsdp2, or with --data-parallel-sharding-strategy optim
     --use-distributed-optimizer, and with no_shard plain data parallelism."""
     data_parallel_sharding_strategy: str = flag(
         "optim_grads_params",
@@ -62,14 +62,14 @@ class FullyShardedConfig(CheckedConfig):
     megatron_fsdp_enable_fine_grained_param_gather: bool = flag(False, kind="layout", needs=_DIVIDED_PARAMETERS)
     """With --use-torch-fsdp2 or --use-megatron-fsdp, gather the attention and the MLP of a layer each for itself."""
     megatron_fsdp_main_params_dtype: NumberFormat = flag("fp32", kind="numerics", needs=_FULLY_SHARDED)
-    """With --use-torch-fsdp2 or --use-megatron-fsdp, number format of the divided parameters, which the optimizer
-    updates: fp32, or that of the model (auto), without float32 main parameters."""
+    """With --use-torch-fsdp2 or --use-megatron-fsdp, dtype of the divided parameters, which the optimizer updates:
+    fp32, or the model's (auto), without float32 main parameters."""
     megatron_fsdp_main_grads_dtype: NumberFormat = flag("auto", kind="numerics", needs=_FULLY_SHARDED)
-    """With --use-torch-fsdp2 or --use-megatron-fsdp, number format in which gradients are added up over microbatches;
-    auto: that of the divided parameters."""
+    """With --use-torch-fsdp2 or --use-megatron-fsdp, dtype in which gradients are accumulated over microbatches; auto:
+    the divided parameters' dtype."""
     megatron_fsdp_grad_comm_dtype: NumberFormat = flag("auto", kind="numerics", needs=_FULLY_SHARDED)
-    """With --use-torch-fsdp2 or --use-megatron-fsdp, number format in which gradients are sent and summed over
-    processes; auto: that of --megatron-fsdp-main-grads-dtype where given, else as without FSDP."""
+    """With --use-torch-fsdp2 or --use-megatron-fsdp, dtype in which gradients are sent and summed over processes; auto:
+    as --megatron-fsdp-main-grads-dtype where given, else as without FSDP."""
     megatron_fsdp_version: int = flag(1, choices=(1, 2), kind="layout", needs=_MEGATRON_FSDP)
     """With --use-megatron-fsdp, which of upstream's implementations; PyTorch's takes the place of either."""
     nccl_ub: bool = flag(
@@ -80,7 +80,7 @@ class FullyShardedConfig(CheckedConfig):
     )
     """With --use-torch-fsdp2 or --use-megatron-fsdp, gather and sum in memory that NCCL has registered, so that it
     need not copy; other backends use ordinary memory."""
-    # From here on details of upstream's own implementation: accepted so that its scripts run, decided by PyTorch.
+    # From here on details of upstream's implementation: accepted so that its scripts run, decided by PyTorch.
     disable_symmetric_registration: bool = flag(False, kind="layout")
     """With --use-nccl-ub, register memory without symmetric windows, which is how PyTorch does it."""
     fsdp_manual_registration: bool = flag(False, kind="layout")
@@ -136,8 +136,8 @@ class DistributedDataParallelConfig(FullyShardedConfig):
     """Parameters per gradient bucket with --overlap-grad-reduce; the larger of 40 million and one million for each
     data-parallel process when not given."""
     num_buckets: int | None = flag(None, minimum=1, names=("--ddp-num-buckets",), kind="layout", needs=_BUCKETS)
-    """Buckets of equal size with --overlap-grad-reduce, instead of a size. Parameters without weight decay have
-    another bucket of their own."""
+    """Buckets of equal size with --overlap-grad-reduce, instead of a size. Parameters without weight decay have one
+    more, separate bucket."""
     pad_buckets_for_high_nccl_busbw: bool = flag(False, names=("--ddp-pad-buckets-for-high-nccl-busbw",), kind="layout")
     """Pad every bucket to a multiple of 65536 elements, over which NCCL's algorithms run fastest."""
     # A kernel, not numerics: whether the division comes before or after the sum is a matter of rounding.
@@ -146,8 +146,8 @@ class DistributedDataParallelConfig(FullyShardedConfig):
     reduce_scatter_with_fp32_accumulation: bool = flag(
         False, names=("--ddp-reduce-scatter-with-fp32-accumulation",), kind="kernel", needs=_SHORT_GRADIENTS
     )
-    """With --use-distributed-optimizer, send gradients in their own (16-bit) format to the process that updates them,
-    and sum them there in float32, instead of rounding every partial sum."""
+    """With --use-distributed-optimizer, send gradients in their (16-bit) dtype to the process that updates them, and
+    sum them there in float32, instead of rounding every partial sum."""
     check_for_nan_in_grad: bool = flag(True, names=("--check-for-nan-in-loss-and-grad",),
                                        off_names=("--no-check-for-nan-in-loss-and-grad",), kind="report")  # fmt: skip
     """Stop with the name of the first parameter whose gradient, or the step whose loss, is not a number."""
@@ -157,7 +157,7 @@ class DistributedDataParallelConfig(FullyShardedConfig):
     fp8_param_gather: bool = derived(False, kind="layout")
     """Only False here: the model's config has it."""
     reuse_grad_buf_for_mxfp8_param_ag: bool = derived(False, kind="layout")
-    """Only False: parameters and gradients have buffers of their own."""
+    """Only False: parameters and gradients have separate buffers."""
     use_custom_fsdp: bool = derived(False, kind="layout")
     """Only False: the former name of use_megatron_fsdp."""
 

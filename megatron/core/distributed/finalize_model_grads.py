@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The end of a step's gradients, before the update: combine replicas, sum what is partial, divide by tokens; then each
-module's own end of the step."""
+module's work at the end of the step."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ def _divide_by_tokens(
 def sum_replicated_grads(grads: Iterable[tuple[Placement, Tensor]], groups: ProcessGroupCollection) -> None:
     """Sum, in place, the parts that several shards hold over those shards.
 
-    These are keys and values where tensor-parallel ranks outnumber the query groups: each holder attends with queries
-    of its own, so that its gradient of the common part is a partial sum. The sum over the holders is one all-reduce
-    over the whole axis, in which every part has its own place; who does not hold it adds zeros:
+    These are keys and values where tensor-parallel ranks outnumber the query groups: each holder attends with different
+    queries, so that its gradient of the common part is a partial sum. The sum over the holders is one all-reduce over
+    the whole axis, in which every part has its own place; who does not hold it adds zeros:
 
         parts        | k0 v0 | k1 v1 |
         rank 0, 1    | dk dv |  0  0 |      afterwards every holder of a part has the same sum, bit for bit

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interface of a wrapped part of the model, and of its flat memory, to the step, the optimizer and checkpoints.
 
-Two implementations: DistributedDataParallel keeps whole parameters on every replica (with a divided optimizer state if
-asked for), TorchFullyShardedDataParallel divides the parameters themselves. A wrapper of your own implements the same.
+Two implementations: DistributedDataParallel keeps full parameters on every replica (with a divided optimizer state if
+asked for), TorchFullyShardedDataParallel divides the parameters themselves. A user's wrapper implements the same.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from megatron.core.stacked_parameters import list_parameters
 
 
 class FlatBuffer(Protocol):
-    """Parameters of one number format and their gradients, as flat memory of which this process updates `owned`."""
+    """Parameters of one dtype and their gradients, as flat memory of which this process updates `owned`."""
 
     names: list[str]
     """Name of each parameter in the whole model."""
     params: list[nn.Parameter]
     starts: list[int]
-    """First element of each parameter that lies here, counted in its own flat memory."""
+    """First element of each parameter that is stored here, counted in the flattened parameter."""
     layout: BufferLayout
     grad_data: Tensor
     """[layout.numel], each gradient at its parameter's place."""
     reduction: Reduction
     """Over whom gradients are combined, and who divides the optimizer's state."""
     is_expert: bool
-    """Weights of experts lie in buffers of their own."""
+    """True if these are weights of experts, which have separate buffers."""
     device: torch.device
     dtype: torch.dtype
-    """Number format of the values here."""
+    """Dtype of the values here."""
     model_dtype: torch.dtype
-    """Number format in which the network computes with them; another one than `dtype` where they are main parameters of
-    which the network gets rounded copies."""
+    """Dtype in which the network computes with them; differs from `dtype` where they are main parameters of which the
+    network gets rounded copies."""
     is_updated_as_it_is: bool
-    """True: the values here are updated, in whatever number format. False: of values in 16 bits the optimizer keeps
-    main parameters beside them."""
+    """True if the optimizer updates these values, in any dtype; False where it keeps separate main parameters of 16-bit
+    values."""
 
     @property
     def owned(self) -> list[Range]:
@@ -140,7 +140,7 @@ class ModelChunk(nn.Module, ABC):
 
     @abstractmethod
     def finish_param_sync(self) -> None:
-        """Wait until all parameters are those of the last update."""
+        """Wait until all parameters have the values of the last update."""
 
     @abstractmethod
     def get_held_part(self, param: nn.Parameter, *, main: bool = False) -> tuple[Tensor, int | None]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flat memory for parameters and gradients of one number format, and where each parameter lies in it.
+"""Flat memory for parameters and gradients of one dtype, and the place of each parameter in it.
 
     param_data   [numel]  parameter.data is a view of it
     grad_data    [numel]  parameter.main_grad is a view of it, at the same place
@@ -34,7 +34,7 @@ from megatron.core.stacked_parameters import bind_parts
 NamedParams = Sequence[tuple[str, nn.Parameter]]
 """(name in the whole model, parameter)."""
 ALIGNMENT = 64
-"""Elements; 256 bytes in float32, enough for vector loads and for NCCL in any number format."""
+"""Elements; 256 bytes in float32, enough for vector loads and for NCCL in any dtype."""
 HIGH_BANDWIDTH_PADDING = 2**16
 """Elements a bucket is padded to where NCCL's rings and trees run fastest over sizes divisible by a power of two."""
 
@@ -80,8 +80,8 @@ def lay_out(
     """Places for parameters of these sizes, in elements: first the others, then the vectors, else in the given order.
 
     bucket_size: elements after which a bucket is full; None: one bucket on each side of the border. padding: each
-    bucket's length is a multiple of it; a multiple of ALIGNMENT. alone: parameters, by index, that get a bucket of
-    their own.
+    bucket's length is a multiple of it; a multiple of ALIGNMENT. alone: parameters, by index, that get a separate
+    bucket.
     """
     slots: dict[int, Slot] = {}
     buckets: list[BucketRange] = []
@@ -89,7 +89,7 @@ def lay_out(
     for of_vectors in (False, True):
         vectors_start = end
         members = [index for index, is_vector in enumerate(are_vectors) if is_vector == of_vectors]
-        # Each side of the border has buckets of its own.
+        # Each side of the border has separate buckets.
         for bucket in _divide_into_buckets(members, sizes, bucket_size, alone):
             start = end
             for index in bucket:
@@ -133,8 +133,8 @@ class ParamAndGradBuffer:
     """Moves the parameters into flat memory and gives each its `main_grad`.
 
     named_params: (name in the whole model, parameter), all of one dtype and device, each once; values are kept.
-    grad_dtype: number format in which gradients are accumulated and reduced. reduction: how gradients are combined.
-    layout: where each parameter lies; every bucket divisible by the shards of the reduction.
+    grad_dtype: dtype in which gradients are accumulated and reduced. reduction: how gradients are combined. layout:
+    where each parameter lies; every bucket divisible by the shards of the reduction.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class ParamAndGradBuffer:
         self.params = [param for _, param in named_params]
         self.reduction = reduction
         self.is_expert = get_placement(first, self.names[0]).is_expert
-        """Weights of experts lie in buffers of their own."""
+        """True if these are weights of experts, which have separate buffers."""
         self.layout = layout or lay_out(
             [param.numel() for param in self.params],
             [get_placement(param, name).is_vector for name, param in named_params],
@@ -159,7 +159,7 @@ class ParamAndGradBuffer:
         self.device = first.device
         self.is_updated_as_it_is = False
         self.starts = [0] * len(self.params)
-        """First element of each parameter that lies here, counted in its own flat memory."""
+        """First element of each parameter that is stored here, counted in the flattened parameter."""
         # Zeros, not empty memory: the gaps take part in norms and updates and must not bring in nan.
         self.param_data = torch.zeros(self.layout.numel, dtype=first.dtype, device=first.device)
         self.grad_data = torch.zeros(self.layout.numel, dtype=grad_dtype, device=first.device)
@@ -207,5 +207,5 @@ class ParamAndGradBuffer:
         self.grad_data.zero_()
 
     def broadcast_params(self, group: Group) -> None:
-        """Replace the parameters by those of the group's first process."""
+        """Replace the parameters by the values of the group's first process."""
         broadcast(self.param_data, group)

@@ -26,11 +26,11 @@ from megatron.core.process_groups_config import Group
 
 
 class ShardedParamBuffer:
-    """Gives every sharded parameter its place, and a `grad` and `main_grad` that lie in flat memory.
+    """Gives every sharded parameter its place, and a `grad` and `main_grad` in flat memory.
 
     named_params: (name in the whole model, DTensor parameter cut along dimension 0 over `reduction.shards`).
-    model_dtype: number format in which the network computes; where it is not that of the parameters, these are the main
-    parameters. grad_dtype: number format in which gradients are added up; that of the parameters when None.
+    model_dtype: dtype in which the network computes; where the parameters have another, they are the main parameters.
+    grad_dtype: dtype in which gradients are accumulated; the parameters' when None.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ShardedParamBuffer:
         self.grad_data = torch.zeros(self.layout.numel, dtype=grad_dtype or self.dtype, device=self.device)
         self.starts = [find_first_element(param, reduction.shards) for param in self.params]
         self.adds_itself = self.grad_data.dtype != self.dtype
-        """True if gradients go another way than torch's, which adds them up in the parameters' number format."""
+        """True if gradients are accumulated here and not by torch, which does it in the parameters' dtype."""
         self.attach_grads()
         for param in self.params if self.adds_itself else ():
             param.register_post_accumulate_grad_hook(_add_to_main_grad)
@@ -75,7 +75,7 @@ class ShardedParamBuffer:
         raise AssertionError(f"elements [{start}, {stop}) are no part of one parameter")
 
     def attach_grads(self) -> None:
-        """Let torch add gradients into our flat memory, or a hook, where the number formats differ."""
+        """Let torch add gradients into our flat memory, or a hook, where the dtypes differ."""
         for param, slot in zip(self.params, self.layout.slots, strict=True):
             assert isinstance(param, DTensor)
             shard = view_slot(self.grad_data, slot, get_local_shard(param).shape)
@@ -88,7 +88,7 @@ class ShardedParamBuffer:
             )
 
     def collect_grads(self) -> None:
-        """Fetch a gradient that torch has put into memory of its own instead."""
+        """Fetch a gradient that torch has put into other memory instead."""
         for param in () if self.adds_itself else self.params:
             assert isinstance(param.grad, DTensor)
             found = param.grad.to_local()

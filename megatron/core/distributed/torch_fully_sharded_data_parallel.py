@@ -8,7 +8,7 @@ ZeRO-3 (Rajbhandari et al., 2020). With ZeRO-2 the rows that were gathered stay 
 gradients and optimizer state are divided all the time. Gathers and sums run beside the computation of the neighbouring
 layers. Tensor-parallel shards are cut further: torch sees a process's shard as the whole parameter.
 
-Experts are units of their own inside their layer, and divided over the processes that hold the same ones (expert data
+Experts are separate units inside their layer, and divided over the processes that hold the same ones (expert data
 parallelism), everything else over all replicas. Their weights [experts, out, in] become [experts x out, in] first, so
 that more processes can divide them than there are experts here; where one process alone holds its experts, their unit
 has one member.
@@ -80,12 +80,12 @@ class TorchFullyShardedDataParallel(ModelChunk):
         self.config = config
         self.ddp_config = ddp_config
         self.groups = pg_collection or ProcessGroupCollection.current()
-        # fully_shard overlaps on its own, so there is no moment at which stages could begin together.
+        # fully_shard decides when to overlap, so there is no moment at which stages could begin together.
         self.overlaps_grad_reduce, self.reduces_every_microbatch = False, True
         as_divided = _as_divided_optimizer(ddp_config)
         dense = choose_reduction(config, as_divided, self.groups)
         self.reductions = {False: dense, True: choose_expert_reduction(dense, as_divided, self.groups)}
-        # A stage that a layout leaves without layers has nothing to divide, in any number format.
+        # A stage that a layout leaves without layers has nothing to divide, in any dtype.
         self._param_dtype = next((param.dtype for param in module.parameters()), torch.float32)
         self.formats = Formats.build(ddp_config, self._param_dtype)
         self.keeps_gathered = ddp_config.data_parallel_sharding_strategy == "optim_grads"
@@ -103,7 +103,7 @@ class TorchFullyShardedDataParallel(ModelChunk):
     def _shard(self, module: nn.Module) -> nn.Module:
         """Main parameters, cut over the replicas, one unit for each layer or as large as asked for."""
         ddp_config = self.ddp_config
-        # The network itself decides about the number format of what goes into a layer.
+        # The network decides the dtype of a layer's input.
         policy = MixedPrecisionPolicy(
             param_dtype=self._param_dtype, reduce_dtype=self.formats.sent, cast_forward_inputs=False
         )
@@ -119,7 +119,7 @@ class TorchFullyShardedDataParallel(ModelChunk):
         def shard(unit: list[nn.Module], *, of_experts: bool, reshard_after_forward: bool) -> None:
             for part in unit:
                 self._prepare(part)
-                # Before fully_shard, whose own hook after forward frees the parameters: hooks run in this order.
+                # Before fully_shard, whose hook after forward frees the parameters: hooks run in this order.
                 if part is not module:
                     part.register_forward_hook(replace_returned_parameters)
             fully_shard(
@@ -150,7 +150,7 @@ class TorchFullyShardedDataParallel(ModelChunk):
         count_traffic(part, reduction)
 
     def _prepare(self, part: nn.Module) -> None:
-        """Real values, in the number format of main parameters, for what is not divided yet."""
+        """Allocate real values, in the dtype of main parameters, for what is not divided yet."""
         if self._fill is not None:
             self._fill(part)
         kept_whole = set(_find_kept_whole(part))
@@ -220,7 +220,7 @@ class TorchFullyShardedDataParallel(ModelChunk):
             part.reshard()
 
     def get_held_part(self, param: nn.Parameter, *, main: bool = False) -> tuple[torch.Tensor, int | None]:
-        """Our rows as a flat slice: the memory itself, or a copy in the network's number format."""
+        """Our rows as a flat slice: the memory itself, or a copy in the network's dtype."""
         if not isinstance(param, DTensor):
             return param, None
         flat, placement = get_local_shard(param).view(-1), get_placement(param)
@@ -368,19 +368,20 @@ def _find_layers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class Formats(NamedTuple):
-    """Number formats in which divided parameters and their gradients are kept and sent."""
+    """Dtypes in which divided parameters and their gradients are stored and sent."""
 
     params: torch.dtype
-    """Number format of the divided parameters, which the optimizer updates; the network gets copies in its own."""
+    """Dtype of the divided parameters, which the optimizer updates; the network gets copies in the dtype it computes
+    in."""
     grads: torch.dtype
-    """Number format in which gradients are added up over microbatches."""
+    """Dtype in which gradients are accumulated over microbatches."""
     sent: torch.dtype
-    """Number format in which gradients are sent, and summed over processes."""
+    """Dtype in which gradients are sent, and summed over processes."""
 
     @classmethod
     def build(cls, config: DistributedDataParallelConfig, model: torch.dtype) -> Formats:
-        """model: number format in which the network computes. Raises ConfigError for a main gradient format that torch
-        cannot keep."""
+        """model: dtype in which the network computes. Raises ConfigError for a main gradient format that torch cannot
+        keep."""
         params = _DTYPES.get(config.megatron_fsdp_main_params_dtype, model)
         grads = _DTYPES.get(config.megatron_fsdp_main_grads_dtype)
         sent = _DTYPES.get(config.megatron_fsdp_grad_comm_dtype, grads)

@@ -53,7 +53,7 @@ class UpstreamWrapper(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """While open, backward only adds up gradients; `finish_grad_sync` sums those of the replicas."""
+        """While open, backward only adds up gradients; `finish_grad_sync` sums them over the replicas."""
         was_last, self.grad_sync.is_last = self.grad_sync.is_last, False
         try:
             yield
@@ -65,7 +65,7 @@ class UpstreamWrapper(nn.Module):
         self.waits_in_forward = True
 
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
-        """From now on gather all parameters at once. param_sync: also those of the last update, now."""
+        """Gather all parameters at once from now on. param_sync: also gather those of the last update now."""
         self.waits_in_forward = False
         if param_sync:
             self.param_gather.finish()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's layers of Transformer Engine: our own layers with upstream's constructors, whether it is installed or not.
+"""Upstream's layers of Transformer Engine: our layers with upstream's constructors, installed or not.
 
 Programs name them in specs, derive from them, replace their methods and ask isinstance. Which of our layers compute by
 Transformer Engine is chosen elsewhere (--transformer-impl), and changes neither classes nor parameters.
@@ -41,7 +41,7 @@ from megatron.core.upstream.fusions import split_along_dim as SplitAlongDim  # n
 te_general_gemm: Any
 
 HAVE_TE = False
-"""No class here is Transformer Engine's own."""
+"""No class here is from Transformer Engine."""
 TENorm = WrappedTorchNorm
 __all__ = [
     "HAVE_TE", "SplitAlongDim", "TEColumnParallelGroupedLinear", "TEColumnParallelLinear", "TEDotProductAttention",
@@ -117,7 +117,7 @@ class TELayerNormColumnParallelLinear(ColumnParallelLinear):
         if norm.has_offset:
             self.layer_norm_bias = norm.bias
         fill_alone(norm)
-        # Without parameters of its own, or they would stand in checkpoints twice.
+        # Not registered as a child, or its parameters would be in checkpoints twice.
         self._norm = (norm,)
 
     def forward(self, input_: Tensor, weight: Tensor | None = None) -> LayerOutput:
@@ -239,6 +239,6 @@ def te_checkpoint(
 
 
 def _get_extra_te_kwargs(config: TransformerConfig) -> dict[str, Any]:
-    """Number format and device of parameters, as Transformer Engine's own constructors take them."""
+    """Dtype and device of parameters, as Transformer Engine's constructors take them."""
     device: Any = "meta" if getattr(config, "init_model_with_meta_device", False) else torch.get_default_device()
     return {"params_dtype": parameter_dtype(config), "device": device}

@@ -22,7 +22,7 @@ _BLOCK = 1024  # eight 16-bit numbers, 16 bytes, for each of 128 threads
 
 
 class Form(Protocol):
-    """Description of an activation for the kernels; the fields are those of megatron.core.activations.Activation."""
+    """Description of an activation for the kernels; it has the fields of megatron.core.activations.Activation."""
 
     @property
     def name(self) -> str:
@@ -48,7 +48,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _at_least(x, bound):
-    # Triton's own prefers numbers to NaN, which would hide that a run has diverged.
+    # Triton's default prefers numbers to NaN, which would hide that a run has diverged.
     return tl.maximum(x, bound, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -225,7 +225,7 @@ def activate(x: Tensor, bias: Tensor | None, weights: Tensor | None, activation:
 def activate_backward(
     grad: Tensor, x: Tensor, bias: Tensor | None, weights: Tensor | None, activation: Form, is_gated: bool
 ) -> Tensor | None:
-    """Overwrite x with its gradient; return that of the weights, float32 in their shape (None without weights).
+    """Overwrite x with its gradient; return the weights' gradient, float32 in their shape (None without weights).
 
     grad: [..., f], the output's gradient. The rest is as in `activate`.
     """
@@ -237,6 +237,6 @@ def activate_backward(
         activation_backward, (grad.numel() // width,), grad, x, bias, weights, grad_weights,
         **_constants(activation, is_gated, width),
     )  # fmt: skip
-    # As torch's own operations in place do: autograd then refuses to run through the same graph again.
+    # As torch's in-place operations do: autograd then refuses to run through the same graph again.
     torch.autograd.graph.increment_version(x)
     return grad_weights

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adam with decoupled weight decay over flat memory, in one pass, whatever number formats gradients and states have.
+"""Adam with decoupled weight decay over flat memory, in one pass, in any dtypes of gradients and states.
 
 For each element: divide the gradient, widen the moments, update, round them back, and write the network's rounded copy
 of the parameter, too. The gradient is only read. Where a gradient somewhere is not finite, nothing is written.

@@ -22,7 +22,7 @@ _BLOCK = 1024
 def copy_to_slots(x, order, rows, tokens, WIDTH: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(order + row) // SLOTS
-    # The number of no slot is that of a token behind the last.
+    # An empty slot has the number of a token after the last.
     is_token = tl.full((BLOCK,), token, tl.int64) < tokens
     for start in range(0, WIDTH, BLOCK):
         columns = start + tl.arange(0, BLOCK)

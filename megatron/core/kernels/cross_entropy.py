@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cross entropy of logits in any number format, read once forward and once backward; see
+"""Cross entropy of logits in any dtype, read once forward and once backward; see
 megatron/core/tensor_parallel/cross_entropy.py for the formulas.
 
 Forward keeps a running maximum and the sum of exponentials relative to it, which is scaled down whenever the maximum
@@ -88,5 +88,5 @@ def overwrite_with_gradient(
         loss_backward, (rows.shape[0],), rows, targets, log_sums, grads.contiguous(), hit, rest, num_warps=_WARPS,
         VOCABULARY=rows.shape[1], BLOCK=choose_block(rows.shape[1], _BLOCK),
     )  # fmt: skip
-    # As torch's own operations in place do: autograd then refuses to run through the same graph again.
+    # As torch's in-place operations do: autograd then refuses to run through the same graph again.
     torch.autograd.graph.increment_version(rows)

@@ -2,8 +2,8 @@
 """Queries, keys and values of latent attention put together, one kernel each way; the definition is
 `join_latent_heads` in megatron/core/transformer/rotary.py.
 
-A head has d plain channels, which follow from the latent vector alone, and behind them p channels with the position;
-those of the keys are made once for each token, and all n heads share them.
+A head has d plain channels, which follow only from the latent vector, and after them p channels with the position; for
+keys they are computed once for each token, and all n heads share them.
 
     query     [s, b, n, d + p]     plain | position           the position is rotated in place
     expanded  [s, b, n, d + dv]    plain of key | value       divided
@@ -12,9 +12,9 @@ those of the keys are made once for each token, and all n heads share them.
     key       [s, b, n, d + p]     plain of expanded | rotated positions
     value     [s, b, n, dv]
 
-Backward goes the same way back: the rotation's gradient is the rotation by the opposite angle, and that of `positions`
-the sum over the heads. In the kernels PLAIN is d, SHARED is p and VALUE is dv; each is padded to a block, a power of
-two (PLAIN_BLOCK, VALUE_BLOCK; PAIRS is that of p / 2, because channels are rotated in pairs).
+Backward goes the same way back: the rotation's gradient is the rotation by the opposite angle, and the gradient of
+`positions` the sum over the heads. In the kernels PLAIN is d, SHARED is p and VALUE is dv; each is padded to a block, a
+power of two (PLAIN_BLOCK, VALUE_BLOCK; PAIRS is p / 2 padded, because channels are rotated in pairs).
 
 The grid has a program for each token, s * b of them. It takes all heads of its token, LINES at a time, so that the sum
 over the heads stays inside of it: float32, and the same every time. Everything is read once and written once.
@@ -86,7 +86,7 @@ def separate_heads(
     sequence = token % batch
     every = tl.full((1, 1), 1, tl.int1)
     c, s = _load_angles(cos, sin, place, every, SHARED, PAIRS)
-    # Attention leaves its gradients in an order of its own; what is written is contiguous.
+    # Attention's gradients come with any strides; what is written is contiguous.
     grad_query += place * query_s + sequence * query_b
     grad_key += place * key_s + sequence * key_b
     grad_value += place * value_s + sequence * value_b
@@ -129,7 +129,7 @@ def join(
     query: Tensor, expanded: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
     """Keys [s, b, n, d + p] and values [s, b, n, dv] of query [s, b, n, d + p], whose last p channels are rotated in
-    its own memory, expanded [s, b, n, d + dv], and positions [s, b, 1, p], which need not be contiguous."""
+    place, expanded [s, b, n, d + dv], and positions [s, b, 1, p], which need not be contiguous."""
     positions = positions if positions.stride(-1) == 1 else positions.contiguous()
     length, batch, heads, width = query.shape
     plain = width - positions.shape[-1]
@@ -147,7 +147,7 @@ def join(
 def separate(
     query: Tensor, key: Tensor, value: Tensor, shared: int, cos: Tensor, sin: Tensor, interleaved: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of what `join` reads, of those of what it makes; their memory may lie in any order. shared: p."""
+    """Gradients of what `join` reads, from the gradients of its results, which may have any strides. shared: p."""
     parts = [part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, value)]
     length, batch, heads, width = query.shape
     grad_query = query.new_empty(query.shape)

@@ -96,7 +96,7 @@ def norm_backward(
         parts += first * WIDTH
         tl.store(parts + column, tl.sum(of_weight, axis=0), mask=column < WIDTH)
         if means is not None:
-            # Behind those of all programs for the weight.
+            # After the parts that all programs wrote for the weight.
             parts += tl.num_programs(0).to(tl.int64) * WIDTH
             tl.store(parts + column, tl.sum(of_offset, axis=0), mask=column < WIDTH)
 
@@ -137,7 +137,7 @@ def normalise(
     """The norm of x, or of x + bias + residual, [..., h] in the weight's format; that sum; and what backward needs.
 
     weight, offset, bias: [h]; with an offset it is LayerNorm, without RMSNorm. The sum is written over x where it has
-    x's number format, else it has the residual's. All contiguous.
+    x's dtype, else it has the residual's. All contiguous.
     """
     width = x.shape[-1]
     sums = x if residual is None or residual.dtype == x.dtype else torch.empty_like(residual)

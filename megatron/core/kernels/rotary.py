@@ -57,7 +57,7 @@ def _store_pairs(
 
 @triton.jit
 def _load_angles(cos, sin, position, mask, ROTATED: tl.constexpr, BLOCK: tl.constexpr):
-    """Cosines and sines of each line's position; those of no rotation for lines outside of the mask."""
+    """Cosines and sines of each line's position; of no rotation for lines outside of the mask."""
     columns = tl.arange(0, BLOCK)[None, :]
     places = position * (ROTATED // 2) + columns
     mask = mask & (columns < ROTATED // 2)

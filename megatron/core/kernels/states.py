@@ -2,9 +2,9 @@
 """States of linear attention from chunk to chunk, in one kernel each way; megatron/core/ssm/state_passing.py has the
 formulas.
 
-A program takes one head and some columns of its state, which stay in registers from the first chunk to the last: what
-it reads and writes of a chunk are the chunk's own tensors, once. A state of more than 64 channels is two tensors, for
-a product of more at a time would not find room. Products are made of three of TF32 each, with the digits of float32.
+A program takes one head and some columns of its state, which stay in registers from the first chunk to the last: it
+reads and writes each chunk's tensors once. A state of more than 64 channels is two tensors, for a product of more at a
+time would not find room. Products are made of three of TF32 each, with the digits of float32.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from __future__ import annotations
 from megatron.core.lazy_names import load_when_used
 
 _NAMES = {
-    # Upstream chains optimizers; one of ours is its own chain.
+    # Upstream chains optimizers; one of ours is a chain by itself.
     "ChainedOptimizer": "megatron_optimizer",
     "DistributedOptimizer": "megatron_optimizer",
     "get_megatron_optimizer": "megatron_optimizer",

@@ -38,9 +38,9 @@ _ROW = 512
 
 @dataclass(frozen=True)
 class ModelSum:
-    """Sums over the whole model of what each process counts of it.
+    """Sums over the full model of what each process counts of it.
 
-    shards: for dense weights (False) and, in a model that has any, for those of experts (True): the replicas that count
+    shards: for dense weights (False) and, in a model that has any, for experts' weights (True): the replicas that count
     together because they divide the optimizer's state, or a group of one.
     """
 
@@ -114,7 +114,7 @@ def compute_clip_divisor(norm: Tensor, max_norm: float) -> Tensor | None:
 
     Same formula as torch.nn.utils.clip_grad_norm_, upside down; a scalar on the device, so that asking does not wait.
     """
-    # torch adds the 1e-6 as well; without it the numbers would differ from those of a run that clips with its function.
+    # torch adds the 1e-6 as well; without it the numbers would differ from a run that clips with its function.
     return None if max_norm == 0 else ((norm + 1e-6) / max_norm).clamp(min=1.0)
 
 

@@ -5,7 +5,7 @@ Gradients below 2^-24 are zero in float16. So the loss is multiplied by a scale 
 gradients up, and the update divides by it again. The dynamic scale is as large as the gradients let it be:
 
     `hysteresis` steps whose gradients overflowed     scale / 2, and again at each further one, not below `min_scale`
-    `window` steps in a row that did not              scale x 2, and the overflows are counted anew
+    `window` steps in a row that did not              scale x 2, and the overflows are counted from 0
 
 A step whose gradients overflowed is skipped: neither parameters, optimizer state nor learning rate change.
 """
@@ -86,8 +86,8 @@ class DynamicGradScaler:
         """Lower or raise the scale; False where it would have to fall below the minimum."""
         if not overflowed:
             self.good_steps += 1
-            # Overflows a whole window apart are single bad steps, not a scale that is too large; so the count begins
-            # anew.
+            # Overflows a full window apart are single bad steps, not a scale that is too large; so the count starts
+            # again.
             if self.good_steps == self.window:
                 self.good_steps = 0
                 self.patience = self.hysteresis

@@ -48,7 +48,7 @@ def compute_layer_norms(
     for buffer in buffers:
         for name, ranges in _find_counted(buffer, groups):
             values = (buffer.values(*r) if of == "parameters" else buffer.grad_data[slice(*r)] for r in ranges)
-            # float() waits for the device once for each range. Whoever logs norms by layer has asked for that.
+            # float() waits for the device once for each range. Logging norms by layer accepts that.
             own[buffer.is_expert][_find_layer(name)] += sum(float(sum_squares(part)) for part in values)
     for of_experts, shards in model_sum.shards.items():
         for group in (groups.get_model_copy(of_experts), shards):
@@ -80,7 +80,7 @@ def _find_layer(name: str) -> str:
 def _make_sort_key(layer: str) -> tuple[int, int, str]:
     """Embeddings, layers by number, what follows them, layers of multi-token prediction, and the rest."""
     match = re.search(r"\.layers\.(\d+)$", layer)
-    # The model's order, which is not that of the letters: layer 10 comes after layer 9.
+    # The model's order, not the alphabet's: layer 10 comes after layer 9.
     if layer.startswith(("embedding", "mtp")):
         group = 0 if layer.startswith("embedding") else 3
     else:

@@ -55,7 +55,7 @@ class FlatMemory(NamedTuple):
     state: dict[str, Tensor]
     """Name of a state tensor, such as exp_avg -> its slice."""
     weight: Tensor | None
-    """The network's own values, of which `param` is the unrounded copy; None where `param` is the network's."""
+    """The network's values, of which `param` is the unrounded copy; None where `param` is the network's."""
 
 
 class Member(NamedTuple):
@@ -72,9 +72,9 @@ class GroupState:
     """State of one group in one buffer.
 
     ranges: of the buffer, ascending, that hold the group's parameters and the gaps between them. kinds: name of each
-    state tensor and its number format. main_dtype: number format of the main parameters, the values that are updated.
-    Where it is the model's own they are the model's parameters themselves; otherwise a copy, so that small updates are
-    not rounded away (Micikevicius et al., 2018, section 3.1).
+    state tensor and its dtype. main_dtype: dtype of the main parameters, the values that are updated. Where it is the
+    model's dtype they are the model's parameters themselves; otherwise a copy, so that small updates are not rounded
+    away (Micikevicius et al., 2018, section 3.1).
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class GroupState:
         self.companions: dict[str, Tensor] = {}
         """Tensors like the state's that no update rule knows: checkpoints keep them beside it."""
         self.mirrors_model = False
-        """True if the main parameters are the network's own in other memory, and no state of their own."""
+        """True if the main parameters are copies of the network's in other memory, and hold no state."""
         # Filled piece by piece: with a list of copies to join, all of it would be in memory twice for a moment.
         self.main = self.allocate_main(sum(lengths), main_dtype)
         self.copy_model_to_main()
@@ -113,11 +113,11 @@ class GroupState:
         self.companions |= {kind: self.allocate(numel, torch.float32) for kind in kinds}
 
     def allocate_main(self, numel: int, main_dtype: torch.dtype) -> Tensor | None:
-        """Memory [numel] for main parameters; None where the network's own are updated."""
+        """Memory [numel] for main parameters; None where the network's are updated."""
         return torch.empty(numel, dtype=main_dtype, device=self.buffer.device) if self.needs_main(main_dtype) else None
 
     def needs_main(self, main_dtype: torch.dtype) -> bool:
-        """Return whether the values that are updated are others than the network's own."""
+        """Return whether the values that are updated are not the network's."""
         # A sharded buffer holds main parameters itself; a copy in the same format would be the same values twice.
         return self.buffer.dtype not in (torch.float32, main_dtype) and not self.buffer.is_updated_as_it_is
 

@@ -129,7 +129,7 @@ class Muon(UpdateRule):
             # once.
             if run.owned:
                 counted[run.local_start : run.local_start + run.length] = 1.0
-        # Columns are cut: G = X X^T is a sum over columns, and each rank adds its own.
+        # Columns are cut: G = X X^T is a sum over columns, and each rank adds its columns' part.
         if split.dim == 1:
             scale = self._compute_scale(matrix.shape[0], placement.full_shape[1])
             return self.newton_schulz.iterate(matrix, total, counted) * scale

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizer state in the memory of the host, or in files, updated by the host's processors.
 
-    device     gradients of chunk 2 | of chunk 3         ->  to the host, in a queue of its own
+    device     gradients of chunk 2 | of chunk 3         ->  to the host, in a separate queue
     host                    update of chunk 1 | of chunk 2
     device                             parameters of chunk 1 |    ->  back, in another queue
 
@@ -54,7 +54,7 @@ class StateHome(ABC):
         """Begin to bring a part of what was allocated into memory, where it is not there already."""
 
     def stage(self, turn: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory [numel] for gradients on their way; that of one of two turns is not that of the other."""
+        """Memory [numel] for gradients on their way: two buffers that alternate from turn to turn."""
         key = (turn % 2, dtype)
         if key not in self._staging or self._staging[key].numel() < numel:
             self._staging[key] = allocate_host_memory(numel, dtype, pinned=self.pins_grads)
@@ -170,7 +170,7 @@ class OffloadedState(GroupState):
         return self.home.allocate(numel, dtype)
 
     def allocate_main(self, numel: int, main_dtype: torch.dtype) -> Tensor:
-        """See GroupState; parameters that are updated as they are have a copy here, in their own format."""
+        """See GroupState; parameters that are updated as they are have a copy here, in their dtype."""
         # What is on the device already must not be kept twice in a checkpoint, too.
         self.mirrors_model = not self.needs_main(main_dtype)
         dtype = self.buffer.dtype if self.mirrors_model else main_dtype

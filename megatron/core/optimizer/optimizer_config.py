@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the optimizer: update rule and its constants, clipping, number formats, loss scale."""
+"""Settings of the optimizer: update rule and its constants, clipping, dtypes, loss scale."""
 
 from __future__ import annotations
 
@@ -107,19 +107,19 @@ class OptimizerConfig(CheckedConfig):
     muon_scalar_optimizer: str = flag("adam", choices=("adam", "lion"), kind="numerics", needs=_MUON)
     """With --optimizer muon: rule for embeddings, the output layer, biases and norms."""
     use_precision_aware_optimizer: bool = flag(False, kind="numerics")
-    """With --optimizer adam: allow smaller number formats of the optimizer's memory; updates are computed in fp32."""
+    """With --optimizer adam: allow smaller dtypes of the optimizer's memory; updates are computed in fp32."""
     main_grads_dtype: str = flag("fp32", choices=("fp32", "bf16"), kind="numerics")
-    """Number format of the accumulated and summed gradients with --bf16; bf16 is --grad-reduce-in-bf16."""
+    """Dtype of the accumulated and summed gradients with --bf16; bf16 is --grad-reduce-in-bf16."""
     main_params_dtype: str = flag("fp32", choices=("fp32", "fp16"), kind="numerics")
-    """Number format of the main parameters in a --bf16 or --fp16 run."""
+    """Dtype of the main parameters in a --bf16 or --fp16 run."""
     exp_avg_dtype: str = flag(
         "fp32", choices=("fp32", "fp16", "bf16", "fp8"), planned_choices=("fp16", "fp8"),
         explanation="scaled optimizer state", kind="numerics")  # fmt: skip
-    """Number format of the first moment."""
+    """Dtype of the first moment."""
     exp_avg_sq_dtype: str = flag(
         "fp32", choices=("fp32", "fp16", "bf16", "fp8"), planned_choices=("fp16", "fp8"),
         explanation="scaled optimizer state", kind="numerics")  # fmt: skip
-    """Number format of the second moment."""
+    """Dtype of the second moment."""
     optimizer_cpu_offload: bool = flag(
         False,
         kind="kernel",
@@ -178,19 +178,19 @@ class OptimizerConfig(CheckedConfig):
     overlap_param_gather_with_optimizer_step: bool = derived(False, kind="layout")
     """As DistributedDataParallelConfig says; True must agree with it."""
     params_dtype: torch.dtype | None = derived(kind="numerics")
-    """Says nothing: the number format of the parameters is read from them."""
+    """Ignored: the dtype of the parameters is read from them."""
     store_param_remainders: bool = derived(True, kind="kernel")
     """Says nothing: main parameters are kept whole."""
     log_num_zeros_in_grad: bool = derived(False, kind="report")
     """Says nothing: `count_zeros()` counts them when it is called."""
     barrier_with_L1_time: bool = derived(True, kind="report")
-    """Says nothing: `use_timers` takes the stopwatches, with their own barriers."""
+    """Ignored: `use_timers` takes the stopwatches, whose barriers are set there."""
     timers: Any = derived(kind="report")
     """Says nothing; see `use_timers`."""
     fp8_recipe: str | None = derived(kind="numerics")
     """Says nothing: the model's config has the recipe."""
     reuse_grad_buf_for_mxfp8_param_ag: bool = derived(False, kind="kernel")
-    """Only False: gradients have a buffer of their own."""
+    """Only False: gradients have a separate buffer."""
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -214,7 +214,7 @@ class OptimizerConfig(CheckedConfig):
             )
 
     def _update_rule_is_defined(self) -> Iterator[str]:
-        """Constants and number formats that the update rule can compute with."""
+        """Constants and dtypes that the update rule can compute with."""
         for name in ("adam_beta1", "adam_beta2") if reads_constants(self, "adam") else ():
             if getattr(self, name) == 1:  # Adam divides by 1 - beta
                 yield f"{self.say(name)} takes nothing of a gradient into the mean; give a number below 1, such as 0.95"

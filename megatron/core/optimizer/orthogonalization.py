@@ -48,7 +48,7 @@ _EPSILON = 1e-7
 
 
 class NewtonSchulz(NamedTuple):
-    """A Newton-Schulz iteration: its coefficients, its number format, and the iteration itself."""
+    """A Newton-Schulz iteration: its coefficients, its dtype, and the iteration itself."""
 
     coefficients: tuple[Coefficients, ...]
     """Of each step; the last ones repeat where there are more steps."""

@@ -24,7 +24,7 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class GroupKey(NamedTuple):
-    """Key that tells groups apart; the groups' order is that of the keys."""
+    """Key that tells groups apart; groups are ordered by their keys."""
 
     is_undecayed: bool
     is_decoupled_lr: bool
@@ -43,7 +43,7 @@ class ParamGroup:
     """The parameters of one key.
 
     options: what the scheduler and checkpoints see, with upstream's keys; the scheduler sets `lr` and `weight_decay`
-    before each step. Where the group has rates of its own, `max_lr` and `min_lr` are the ends of its schedule.
+    before each step. Where the group has separate rates, `max_lr` and `min_lr` are the ends of its schedule.
     """
 
     def __init__(self, key: GroupKey, rule: UpdateRule, states: Sequence[GroupState], config: OptimizerConfig) -> None:
@@ -54,7 +54,7 @@ class ParamGroup:
         self.options: dict[str, Any] = {
             "params": [member.param for state in self.states for member in state.members],
             "wd_mult": wd_mult,
-            # Upstream's checkpoints have it; rates of a group's own are max_lr and min_lr below.
+            # Upstream's checkpoints have it; separate rates of a group are max_lr and min_lr below.
             "lr_mult": 1.0,
             "is_expert_parallel": all(state.buffer.is_expert for state in self.states),
             "is_decoupled_lr": key.is_decoupled_lr,
@@ -96,8 +96,8 @@ def has_weight_decay(placement: Placement, config: OptimizerConfig) -> bool:
 def choose_rule(placement: Placement, config: OptimizerConfig) -> str:
     """Name of a parameter's update rule.
 
-    Muon and SOAP are for the matrices inside the network, those of experts, which are stacked, among them; tables, the
-    output layer and vectors take another one.
+    Muon and SOAP are for the matrices inside the network, the stacked ones of experts included; tables, the output
+    layer and vectors take another one.
     """
     entry = RULES.get(config.optimizer)
     if entry is None or entry.rest is None or (placement.is_hidden_matrix and len(placement.full_shape) in (2, 3)):
@@ -106,7 +106,7 @@ def choose_rule(placement: Placement, config: OptimizerConfig) -> str:
 
 
 def make_param_key(placement: Placement, config: OptimizerConfig) -> GroupKey:
-    """Return what decides the group of a parameter: weight decay, learning rates of its own, update rule."""
+    """Return what decides the group of a parameter: weight decay, separate learning rates, update rule."""
     return GroupKey(
         is_undecayed=not has_weight_decay(placement, config),
         is_decoupled_lr=config.decoupled_lr is not None and placement.is_vocabulary,
@@ -189,5 +189,5 @@ def _divide(
 
 
 def _dtype(config: OptimizerConfig, field: str) -> torch.dtype:
-    """Number format of a kind of state; float32 where the config has no word about it."""
+    """Dtype of a kind of state; float32 where the config does not set it."""
     return _DTYPES[getattr(config, field, "fp32")]

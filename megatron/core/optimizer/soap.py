@@ -18,8 +18,8 @@ exact, and the shift lets directions without gradient stay where they are: the b
 gradients, and rounding in these stays rounding in the update.
 
 Every process that updates something of a matrix computes all of it, from the shards of the tensor-parallel ranks and
-the slices of the distributed optimizer; m and v are divided like the matrix, L, R, Ql and Qr are whole. Weights of
-experts are stacks of matrices, each with bases of its own: of a stack, a process computes the matrices of which it
+the slices of the distributed optimizer; m and v are divided like the matrix, L, R, Ql and Qr are unsharded. Weights of
+experts are stacks of matrices, each with separate bases: of a stack, a process computes the matrices of which it
 updates something, all in one call.
 """
 
@@ -109,7 +109,8 @@ class Soap(UpdateRule):
                 bases.update_grams(grad, group.options["betas"][1])
                 if number % self.interval == 0:
                     bases.update_bases(square)
-                # Everyone who updates a piece has computed the whole matrix; keeping the own shard spares a broadcast.
+                # Every rank that updates a piece has computed the full matrix; keeping the local shard spares a
+                # broadcast.
                 self._write(state, member, [placement.take(x) for x in (change, mean, square)], group, start)
 
     def _advance(
@@ -123,8 +124,7 @@ class Soap(UpdateRule):
         return bases.rotate_back((bases.rotate(mean) / (1.0 - beta1**step)).div_(root))
 
     def _gather(self, shard: Tensor, placement: Placement) -> Tensor:
-        """The whole matrix, or stack of matrices, of which this is a tensor-parallel rank's shard; memory of its
-        own."""
+        """The full matrix, or stack of matrices, of which this is a tensor-parallel rank's shard; in new memory."""
         cut = [split for split in placement.splits if split.num_shards > 1]
         assert len(cut) <= 1, f"{placement.name} is cut along two dimensions"
         if not cut:
@@ -169,10 +169,10 @@ class _Bases:
                 self.tensors[f"soap_{side}_basis"] = torch.eye(size, device=device).expand(shape).contiguous()
 
     def rotate(self, matrix: Tensor) -> Tensor:
-        """Ql^T matrix Qr, memory of its own."""
+        """Ql^T matrix Qr, in new memory."""
         left, right = (self.tensors.get(f"soap_{side}_basis") for side in ("left", "right"))
         turned = matrix if left is None else left.mT @ matrix
-        # Without any basis `turned` is the caller's own matrix, and the caller squares the result in place.
+        # Without any basis `turned` is the caller's matrix, and the caller squares the result in place.
         return turned.clone() if right is None else turned @ right
 
     def rotate_back(self, matrix: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ class _Bases:
                 gram.lerp_(matrix @ matrix.mT, 1.0 - beta)
 
     def update_bases(self, square: Tensor) -> None:
-        """Turn the bases Ql and Qr towards the eigenvectors of L and R, those of the largest eigenvalues first.
+        """Turn the bases Ql and Qr towards the eigenvectors of L and R, largest eigenvalues first.
 
         square: v, [.., rows, columns] in the bases; put into the columns' new order in place.
         """

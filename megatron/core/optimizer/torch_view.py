@@ -25,8 +25,8 @@ from megatron.core.placement import get_placement
 class TorchView:
     """Stand-in for upstream's `optimizer.optimizer`: a torch optimizer by its attributes.
 
-    param_groups: the optimizer's own dictionaries, whose `params` become the main parameters. state: main parameter ->
-    {"exp_avg": ..., "exp_avg_sq": ..., "step": ...}, of what this process updates.
+    param_groups: the optimizer's dictionaries themselves, whose `params` become the main parameters. state: main
+    parameter -> {"exp_avg": ..., "exp_avg_sq": ..., "step": ...}, of what this process updates.
     """
 
     def __init__(self, groups: Sequence[ParamGroup], step: Tensor) -> None:
@@ -62,7 +62,7 @@ class _Home:
                 is_whole = piece[1] - piece[0] == param.numel()
                 shape = get_placement(param, name).local_shape if is_whole else (piece[1] - piece[0],)
                 self._places.append((place, shape))
-                # Where the network's own values are updated, whole, the parameter is the main parameter.
+                # Where the network's values are updated, unsharded, the parameter is the main parameter.
                 own = param if is_whole and param.shape == shape else state.values(piece, place).view(shape)
                 self.mains.append(own if state.main is None else self._view("main", len(self.mains)))
         self.away: dict[str, dict[int, Tensor]] = {kind: {} for kind in state.tensors}

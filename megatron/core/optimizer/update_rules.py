@@ -2,7 +2,7 @@
 """Update rules: changes of parameters in a step, element by element, over flat memory.
 
 A rule says which state it keeps for every element (`kinds`) and updates a group in place. Gradients are still to
-be divided by `divisor` (clipping, loss scale): None, or a scalar on the device. A rule of your own is a subclass; see
+be divided by `divisor` (clipping, loss scale): None, or a scalar on the device. A user's rule is a subclass; see
 docs/optimizers.md.
 """
 
@@ -29,7 +29,7 @@ class UpdatedGroup(Protocol):
     """View that a rule has of a ParamGroup."""
 
     options: dict[str, Any]
-    """lr, weight_decay and the rule's own options, as they are for this step."""
+    """lr, weight_decay and the rule's options, as they are for this step."""
     states: list[GroupState]
     """States that this process updates, one for each buffer."""
 
@@ -92,7 +92,7 @@ def batch_shards(states: Sequence[GroupState]) -> Iterator[list[FlatShard]]:
 
 class AdamW(UpdateRule):
     """Adam with decoupled weight decay (Kingma and Ba, 2015; Loshchilov and Hutter, 2019), one fused pass: on a GPU a
-    kernel for all number formats, elsewhere torch's, with temporary copies of states that are not float32."""
+    kernel for all dtypes, elsewhere torch's, with temporary copies of states that are not float32."""
 
     kinds = ("exp_avg", "exp_avg_sq")
     keeps_still = True

@@ -35,18 +35,19 @@ def is_cut(buffer: FlatBuffer, member: Member) -> bool:
 
 
 def find_cutting_group(split: Split, groups: ProcessGroupCollection) -> Group:
-    """The processes over which a matrix is cut: those of tensor parallelism, or of that inside experts."""
+    """The processes over which a matrix is cut: the tensor-parallel group, or the expert-tensor-parallel one."""
     return groups.expt_tp if split.axis == "etp" else getattr(groups, split.axis)
 
 
 def take_single(placement: Placement) -> Placement:
-    """Return what one matrix of a stack is: whoever has it has a part of it as the other dimensions are split."""
+    """Return the placement of one matrix of a stack: each process that has it has a part of it as the other dimensions
+    are split."""
     splits = tuple(dataclasses.replace(split, dim=split.dim - 1) for split in placement.splits if split.dim > 0)
     return dataclasses.replace(placement, full_shape=placement.full_shape[1:], splits=splits)
 
 
 def take_stack(placement: Placement, count: int) -> Placement:
-    """Return what `count` matrices of a stack are that this process has, as a stack of their own."""
+    """Return the placement of `count` matrices of a stack that this process has, as a separate stack."""
     splits = tuple(split for split in placement.splits if split.dim > 0)
     return dataclasses.replace(placement, full_shape=(count, *placement.full_shape[1:]), splits=splits)
 
@@ -61,7 +62,7 @@ def assemble_matrices(
 ) -> Iterator[tuple[Member, list[Tensor]]]:
     """Every matrix of which this process updates something, with `count` tensors of its shape: what `values` makes of
     the pieces. Every process of the buffer's shards calls this."""
-    # Also those of which this process has nothing: the sum is a collective, which all members must call alike.
+    # Also matrices of which this process has nothing: the sum is a collective, which all members must call alike.
     cut = [member for member in state.members if is_cut(state.buffer, member)]
     together = dict(zip((member.name for member in cut), _assemble(state, cut, values, count), strict=True))
     for member in state.members:
@@ -77,7 +78,8 @@ def assemble_matrices(
 def _assemble(
     state: GroupState, cut: list[Member], values: Callable[[FlatShard], Sequence[Tensor]], count: int
 ) -> list[Tensor]:
-    """Of each matrix that several slices share, [count, elements]; by one sum in which each fills its own place."""
+    """Values of each matrix that several slices share, [count, elements]; by one sum in which each slice fills its
+    place."""
     if not cut:
         return []
     sizes = [member.slot.numel for member in cut]

@@ -90,7 +90,7 @@ class Executor:
         # Virtual stages, not processes: one process with two chunks already passes hidden states on.
         self._has_whole_model = self.stages.count == 1
         self._queue = WeightGradQueue() if self.pipeline.defers_weight_gradients else None
-        # Of the output layer, where its weight gradients wait longer than those of layers.
+        # Of the output layer, where its weight gradients wait longer than the layers'.
         self._head_queue = WeightGradQueue() if self.pipeline.defers_head(pg_collection.pp.rank()) else None
         if self._queue is not None:
             for chunk in self.chunks:
@@ -197,7 +197,7 @@ class Executor:
         states = [1] * (self.stages.count - 1) if count_states is None else count_states(self.stages)
 
         def shape_of(transfer: Transfer) -> tuple[int, ...]:
-            """Return the shape of what is sent or received: that of the forward transfer over the same border."""
+            """Return the shape of what is sent or received: the shape of the forward transfer over the same border."""
             stage = self.stages.index(self.groups.pp.rank(), transfer.chunk)
             leaves = (transfer.what == "F") == (transfer.kind == "send")
             assert shape is not None
@@ -210,9 +210,9 @@ class Executor:
         """File the microbatch's loss dict and return its share of the step's loss.
 
         The context-parallel ranks each have some tokens of the microbatch, possibly none that count. The mean is over
-        the tokens of all of them: their gradients, which are averaged later, must add up to those of the whole
-        microbatch. Where the loss function made the mean itself, it is this rank's part of it. With
-        calculate_per_token_loss the share is the sum: all gradients are divided by all tokens at the end.
+        the tokens of all of them: their gradients, which are averaged later, must add up to the full microbatch's.
+        Where the loss function made the mean itself, it is this rank's part of it. With calculate_per_token_loss the
+        share is the sum: all gradients are divided by all tokens at the end.
         """
         sequence = self.groups.cp
         per_token = getattr(self.config, "calculate_per_token_loss", False)
@@ -335,7 +335,7 @@ class _StageStep:
     """One step on one process of a pipeline: computes its actions, exchanges hidden states and their gradients.
 
     transfers: None where nothing is exchanged. deferred: (microbatch, chunk) of the backwards whose weight gradients
-    have actions of their own.
+    have separate actions.
     """
 
     def __init__(

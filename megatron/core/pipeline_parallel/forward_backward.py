@@ -57,7 +57,7 @@ def forward_backward(
     if groups.pp.size() > 1:
         shape = compute_activation_shape(config, groups, decoder_seq_length or seq_length, micro_batch_size)
     executor = _executor_for(chunks, groups, config)
-    # Set anew in every step: the optimizer may be built, or replaced, after the executor.
+    # Set again in every step: the optimizer may be built, or replaced, after the executor.
     executor.grad_scale_func = getattr(config, "grad_scale_func", None)
     actions = executor.pipeline.program(groups.pp.rank(), num_microbatches, forward_only)
     outputs = executor.run(actions, forward_step_func, data_iterator, forward_only, collect_non_loss_data, shape)
@@ -70,7 +70,7 @@ def forward_backward(
 
 
 class _Kept:
-    """The executor of a model, kept on its first chunk from one step to the next; a copy of the model makes its own."""
+    """The executor of a model, kept on its first chunk from one step to the next; a copy of the model makes another."""
 
     def __init__(self, executor: Executor | None = None) -> None:
         self.executor = executor
@@ -81,7 +81,7 @@ class _Kept:
 
 def _executor_for(chunks: list[nn.Module], groups: ProcessGroupCollection, config: Any) -> Executor:
     """Return the executor of the last step where chunks, groups and pipeline are still the same: with NCCL a new one
-    would connect the stages anew, and each looks through all modules for auxiliary losses."""
+    would connect the stages again, and each looks through all modules for auxiliary losses."""
     kept = chunks[0].__dict__.get("_pipeline_executor")
     executor = kept.executor if isinstance(kept, _Kept) else None
     if (

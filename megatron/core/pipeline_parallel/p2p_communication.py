@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Point-to-point communication: carries out the transfers that programs.py planned, on gloo and on NCCL.
 
-Both match the sends and receives of two processes by their order (gloo also by tag), and a program lists those of a
-pair alike on both sides. So nothing is negotiated here: transfers are posted in the program's order, and waited for
-late.
+Both match the sends and receives of two processes by their order (gloo also by tag), and a program lists a pair's
+transfers alike on both sides. So nothing is negotiated here: transfers are posted in the program's order, and waited
+for late.
 
 What goes to higher ranks and what goes to lower ones has a process group each (ProcessGroupCollection.pp_directions):
 on one communicator NCCL would carry out all transfers of a pair one after the other, on two they pass each other. They

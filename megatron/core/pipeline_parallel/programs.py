@@ -11,8 +11,8 @@ the line:
 
 One line for all means that every rank could even stop at each transfer until its partner is there (that is what
 `--no-overlap-p2p-communication` does). With overlap a receive is posted one action earlier, but never before another
-receive from the same partner, so that both sides still list them alike. What goes to higher ranks and what goes to
-lower ones has communicators of its own (p2p_communication.py), so that sends and receives of two processes need no
+receive from the same partner, so that both sides still list them alike. Transfers to higher ranks and transfers to
+lower ones have separate communicators (p2p_communication.py), so that sends and receives of two processes need no
 common order, and both directions travel at the same time. `tests/support/transfer_proof.py` proves it
 for any plan.
 """
@@ -76,7 +76,7 @@ class Pipeline:
     side_by_side: bool = False
     """Backwards run beside forwards, each while the other's tokens travel to experts on other ranks."""
     delays_weights: bool = False
-    """Weight gradients have actions of their own beside their backward."""
+    """Weight gradients have actions separate from their backward."""
     delays_experts_only: bool = False
     """These are the experts' alone."""
     head_deferral: int | None = None
@@ -113,7 +113,7 @@ class Pipeline:
 
     @property
     def defers_weight_gradients(self) -> bool:
-        """True if weight gradients are computed by actions of their own."""
+        """True if weight gradients are computed by separate actions."""
         return self.schedule in DEFERS_WEIGHT_GRADIENTS or self.delays_weights
 
     def tables(self, microbatches: int) -> list[list[Action]]:
@@ -139,7 +139,7 @@ class Pipeline:
 
 @functools.lru_cache(maxsize=16)
 def _build(pipeline: Pipeline, microbatches: int) -> list[list[Action]]:
-    """Their tables; whoever compares layouts asks for the same ones many times."""
+    """Their tables; a search over layouts asks for the same ones many times."""
     return build_tables(
         pipeline.schedule,
         pipeline.shape,

@@ -44,8 +44,8 @@ class Action(NamedTuple):
     chunk: int = 0
     """Virtual stage on this rank."""
     is_beside: bool = False
-    """Runs at the side of the action before it in the list: all that stand so together begin when the input of all is
-    there. A W beside its own B does what B has left so far, while B's gradients travel."""
+    """Runs concurrently with the action before it in the list: such a group of actions begins when the input of all is
+    there. A W next to the B of the same microbatch computes what B deferred, while B's gradients travel."""
 
 
 Schedule = Callable[[int, int, int], list[Action]]
@@ -107,7 +107,7 @@ def one_f_one_b(rank: int, stages: int, microbatches: int, *, side_by_side: bool
     _check(rank, stages, microbatches)
     # One microbatch for each later stage to work on; more would only hold activations longer. Side by side a stage has
     # its results only at the end of both, so that the way there and back takes twice as many turns; and the first
-    # backward of the last stage must not be that of the forward beside it.
+    # backward of the last stage must not be of the same microbatch as the forward next to it.
     warmup = min(2 * (stages - rank - 1) + 1 if side_by_side else stages - rank - 1, microbatches)
     forwards = [Action("F", microbatch) for microbatch in range(microbatches)]
     backwards = [Action("B", microbatch) for microbatch in range(microbatches)]
@@ -183,7 +183,7 @@ def zero_bubble_h1(rank: int, stages: int, microbatches: int) -> list[Action]:
 
 
 def zero_bubble_v(rank: int, stages: int, microbatches: int) -> list[Action]:
-    """Two chunks per rank in V shape, weight gradients deferred; no bubble but the pipeline's own filling.
+    """Two chunks per rank in V shape, weight gradients deferred; no bubble except for filling the pipeline.
 
     ZB-V (Qi et al., 2024, section 4; the second half of DualPipe, DeepSeek-AI, 2024). Memory is S microbatches on every
     rank. Written for enough microbatches to fill the pipeline; with fewer, those that do not exist are left out.

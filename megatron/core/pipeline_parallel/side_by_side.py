@@ -7,8 +7,8 @@
 
 The forward runs in the calling thread, the backward in a second one, and exactly one of them at any moment: who has
 begun an exchange calls `hand_over` before waiting for its end. So both run the same code as alone, in an order that
-only the model decides, which is the same on all ranks that exchange. What overlaps is the communication, which is
-torch's own and asynchronous; on CUDA kernels of both go to one stream, and exchanges to the communicator's.
+only the model decides, which is the same on all ranks that exchange. What overlaps is the communication, which torch
+runs asynchronously; on CUDA kernels of both go to one stream, and exchanges to the communicator's.
 
 Sources: DeepSeek-V3 technical report, 2024, section 3.2.1 (the computation of one micro-batch hides the exchanges of
 another); threads in turns, so that the model need not be taken apart for it: as in vLLM's dual-batch overlap, 2025.
@@ -33,7 +33,7 @@ class SideBySide:
 
     def __init__(self, gaps: Sequence[ExchangeGap]) -> None:
         self._gaps = gaps
-        # One thread for all steps: a new one would bring up the processors' worker threads anew each time.
+        # One thread for all steps: a new one would start the CPU's worker threads again each time.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="side-by-side")
         self._turns = (threading.Semaphore(0), threading.Semaphore(0))
         self._is_alive = [False, False]

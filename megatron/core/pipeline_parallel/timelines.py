@@ -136,7 +136,7 @@ def needs(action: Action, rank: int, shape: VirtualStages) -> list[tuple[str, in
     if action.kind == "W":
         return [("B", action.microbatch, stage)]
     own = [("F", action.microbatch, stage)]
-    # The last stage makes the loss: its backward begins with its own forward.
+    # The last stage makes the loss: its backward needs only its forward.
     return own + [("B", action.microbatch, stage + 1)] if stage < shape.count - 1 else own
 
 

@@ -94,7 +94,7 @@ def attach_queue(parameters: Iterable[Any], queue: WeightGradQueue) -> None:
 
 def list_delayable(chunk: nn.Module, *, of_experts: bool) -> list[nn.Parameter]:
     """The weights of a chunk whose gradients, computed later, still are the same sums in the same order; of_experts:
-    those of experts alone."""
+    only experts' weights."""
     # A tied weight gets its gradients as output layer and as embedding, in the order of backward.
     ends = ("embedding", "head")
     found = [(param, get_placement(param, name)) for name, param in list_parameters(chunk)]
@@ -102,5 +102,5 @@ def list_delayable(chunk: nn.Module, *, of_experts: bool) -> list[nn.Parameter]:
 
 
 def list_output_weights(chunk: nn.Module) -> list[nn.Parameter]:
-    """The weight of the output layer, where this chunk has one of its own."""
+    """The weight of the output layer, where this chunk has a separate one."""
     return [param for name, param in list_parameters(chunk) if get_placement(param, name).kind == "head"]

@@ -113,8 +113,8 @@ class BranchKind:
 
 
 def count_norm(config: Config, branch: Branch | None = None) -> int:
-    """Elements of a norm over the hidden size, that of a branch or any: LayerNorm has a bias beside the weight, RMSNorm
-    has none."""
+    """Elements of a norm over the hidden size, a branch's or any: LayerNorm has a weight and a bias, RMSNorm only a
+    weight."""
     if config.norm_parameters == "none" or (branch is not None and branch.options.norm == "shared"):
         return 0
     has_bias = config.normalization == "LayerNorm" and config.norm_parameters == "all"
@@ -128,7 +128,8 @@ def count_bytes(config: Config) -> int:
 
 
 def share_of_rounded(config: Config, branch: Branch) -> float:
-    """The size of a product's input as it waits for backward, in FP8 with its scales, over what it is in forward."""
+    """The size of a product's input as it is saved for backward, in FP8 with its scales, divided by its size in
+    forward."""
     rounded: float | None = config.rounded_input_bytes
     return rounded / count_bytes(config) if rounded is not None and branch.low_precision else 1.0
 

@@ -96,7 +96,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _parse_part(where: str, entry: dict[str, Any], names: tuple[str, ...], sizes: tuple[str, str]) -> Any:
-    """Return what a part is, and its size as (name, value), None for the model's own.
+    """Return what a part is, and its size as (name, value), None for the model's.
 
     names: either may be the part's; sizes: the first counts where both are there.
     """

@@ -15,7 +15,7 @@
 | linear_for_...   |        | both           | a matrix in place of attention, or of an MLP        |
 | parallel         |        | self_attention | attention and Mamba-2 side by side on one input     |
 
-A program of a user's own adds a row by `register_kind`, before it makes a config with the kind's letter.
+A user's program adds a row by `register_kind`, before it makes a config with the kind's letter.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class _Sharing(NamedTuple):
 
     @property
     def is_around(self) -> bool:
-        """True where attention has operands, or an output, of its own beside those of the layer."""
+        """True where attention has operands, or an output, in addition to the layer's."""
         return self.exchangers > 1 or self.gatherers > 1
 
 
@@ -266,7 +266,7 @@ def _take_for_ring(config: Config, branch: Branch, tokens: Tokens) -> float:
 
 def _keep_scores(config: Config, tokens: Tokens) -> Iterator[Kept]:
     if tokens.scored:
-        # Torch's own form works in float32.
+        # Torch's operations work in float32.
         width = 4 if config.attention_backend == "unfused" else count_bytes(config)
         pairs = tokens.all * tokens.scored * config.num_attention_heads / config.tensor_model_parallel_size
         yield Kept("attention probabilities", pairs * width, "core_attn", "core_attn", has_gradient=True)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sliding windows or chunks, rotary positions, experts, low precision of a layer: arithmetic on its number, from 1.
-Layers of multi-token prediction, whose numbers follow those of the decoder, are as its last layer is.
+Layers of multi-token prediction, whose numbers follow the decoder's, are as its last layer is.
 
 | setting                       | value      | meaning                                                        |
 |-------------------------------|------------|----------------------------------------------------------------|
 | --window-size                 | 127,0      | a token sees itself and 127 tokens before it                   |
-| --attention-chunk-size        | 8192       | a token sees earlier tokens of its own chunk of 8192           |
+| --attention-chunk-size        | 8192       | a token sees earlier tokens of its chunk of 8192               |
 | --window-attn-skip-freq       | not given  | every layer has the window, or the chunks                      |
 |                               | 4          | every fourth layer sees everything: 3 windows, 1 full, ...     |
 |                               | [1,1,0]    | one entry per layer, 1 for a window                            |
@@ -95,7 +95,7 @@ class PlanSettings(NamedTuple):
         return full is not None and _is_nth(full, place, place) == isinstance(full, int)
 
     def find_chooser(self, number: int) -> int | None:
-        """Find the layer whose choice of keys layer `number`, counted from 1, takes; None for its own."""
+        """Find the layer whose choice of keys layer `number`, counted from 1, takes; None where it chooses."""
         behind = max(number - max(self.dsa_indexer_skip_topk_offset, 1), 0) % max(1, self.dsa_indexer_topk_freq)
         return number - behind if behind and number <= self.num_layers else None
 
@@ -112,7 +112,7 @@ class PlanSettings(NamedTuple):
         return full is not None and _is_nth(full, place, place) != isinstance(full, int)
 
     def is_low_precision(self, number: int) -> bool:
-        """Return True if layer `number`, counted from 1, multiplies in FP8 or FP4; those of multi-token prediction
+        """Return True if layer `number`, counted from 1, multiplies in FP8 or FP4; layers of multi-token prediction
         count as inner ones."""
         if self.few_bits_recipe is None or not self.first_last_layers_bf16:
             return self.few_bits_recipe is not None

@@ -121,7 +121,7 @@ def _build_from_letters(settings: PlanSettings, pattern: str) -> ModelPlan:
             for index, letter in enumerate(letters.decoder)
         ),
         tuple(
-            # Settings for single layers count those of multi-token prediction from 1, as upstream does.
+            # Settings for single layers count the layers of multi-token prediction from 1, as upstream does.
             plan(
                 letter,
                 count + depth * len(part) + index + 1,
@@ -158,7 +158,7 @@ def read_letters(pattern: str) -> Letters:
 
 def follow_letters(config: Any) -> None:
     """Fill in what the letters of a TransformerConfig say, whose values may be of any type yet: the number of layers
-    and of further tokens, latent attention, and the earlier names of the pattern's flags."""
+    and of MTP depths, latent attention, and the earlier names of the pattern's flags."""
     if config.hybrid_layer_pattern is None:
         config.hybrid_layer_pattern, config.hybrid_override_pattern = config.hybrid_override_pattern, None
     pattern, depths = config.hybrid_layer_pattern, config.mtp_num_layers

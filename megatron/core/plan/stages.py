@@ -9,7 +9,7 @@
 | a layout, or letters with cuts        | as written                                                                  |
 
 With several chunks per process, virtual stages are laid on processes by VirtualStages; layers keep their global order.
-config is a TransformerConfig, which itself asks here whether its layers can be dealt out.
+config is a TransformerConfig, which itself checks here whether its layers can be assigned to the stages.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def build_virtual_stages(config: Any) -> VirtualStages:
 
 
 def build_pipeline_layout(config: Any, shape: VirtualStages) -> list[StageContent]:
-    """Deal the layers out: what lies on each virtual stage, in the order of the stages. Raises ConfigError where the
-    layers cannot be dealt out so."""
+    """Assign the layers to virtual stages: the content of each, in the order of the stages. Raises ConfigError where
+    they cannot be assigned so."""
     # Asked again with the sizes of the real groups, which a caller may have built apart from the config.
     problems = list(config.division_problems(shape.stages, shape.chunks))
     if problems:
@@ -81,7 +81,7 @@ def build_pipeline_layout(config: Any, shape: VirtualStages) -> list[StageConten
 
 
 def count_most_layers(config: Any) -> int | None:
-    """Count the layers of the process of the pipeline that has the most; None where they cannot be dealt out."""
+    """Count the layers of the process of the pipeline that has the most; None where they cannot be assigned."""
     shape = build_virtual_stages(config)
     if not config.num_layers or any(config.division_problems(shape.stages, shape.chunks)):
         return None
@@ -126,8 +126,8 @@ def find_content_of_stage(config: Any, pp_group: Group, vp_stage: int | None = N
 
 
 def fit_virtual_stages(config: Any, pp_group: Group) -> VirtualStages:
-    """The pipeline that the settings describe, over the processes of a group: a model may be built on groups of its
-    own, whatever its config says."""
+    """The pipeline that the settings describe, over the processes of a group: a model may be built on other groups than
+    its config says."""
     shape = build_virtual_stages(config)
     if shape.stages == pp_group.size():
         return shape
@@ -181,7 +181,7 @@ def _expand(text: str) -> str | None:
     parts: list[list[str]] = [[]]
     position = 0
     while position < len(text):
-        # A hand-written reader of two rules, repetition and brackets; each open bracket has its own list of parts.
+        # A hand-written reader of two rules, repetition and brackets; each open bracket has a separate list of parts.
         letter = text[position]
         position += 1
         if letter == "(":

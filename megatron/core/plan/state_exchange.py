@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How context-parallel ranks share the sequence of a mixer with a state: what each sends, and the choice of the lesser.
+"""Division of the sequence of a mixer with a state over context-parallel ranks: what each sends, and the choice of the
+lesser.
 
     tokens for heads   each rank exchanges the inputs of linear attention, and its output back, and has some heads of
                        whole sequences

@@ -52,7 +52,7 @@ def list_delta_2_sections(config: Config) -> dict[str, int]:
 
 
 KIMI_GATES = ("g", "z")
-"""Sections of Kimi delta attention that --linear-gate-rank makes of narrow vectors of their own."""
+"""Sections of Kimi delta attention that --linear-gate-rank computes from separate narrow vectors."""
 
 
 def list_kimi_sections(config: Config) -> dict[str, int]:
@@ -161,7 +161,7 @@ def _keep(
     of_gate, of_skipped = per_channel * sections["z"], per_channel * sections.get("x", 0)
     exchange = weigh_exchange(config, inputs, tokens)
     moves_heads = exchange is not None and exchange.moves_heads
-    # What the gate reads has its gradients first, and they wait for those of all sections.
+    # What the gate reads has its gradients first, and they wait for the gradients of all sections.
     yield Kept("the gate's section of its first product", of_gate, is_factor=True, has_gradient=True)
     yield Kept("its other sections", per_channel * sum(sections.values()) - of_gate, is_factor=True)
     yield Kept("what of the convolution's output the gate reads, too", of_skipped, has_gradient=True)
@@ -224,7 +224,7 @@ def _keep_short(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept
 
 
 _WIDE_GRADIENT = 0.9
-"""More copies of values whose own gradient is in float32, too."""
+"""More copies of values whose gradient is in float32, too."""
 
 
 class _Slab(NamedTuple):
@@ -236,7 +236,7 @@ class _Slab(NamedTuple):
     pairs: float
     values: float
     keys: float
-    """Of queries or keys by their own heads."""
+    """Of queries or keys, by heads of queries and keys."""
     states: float
     """One for each chunk."""
 

@@ -6,9 +6,9 @@
 | per token   | keys and values, latent vectors                | pages of 16 tokens, [pages * 16, ...] for each layer |
 | recurrent   | a state space's state, a convolution's tail    | [...] for each sequence, whatever its length        |
 
-Layers are grouped by how far they see: those with one window or chunk have pages of their own, which are given back as
-soon as no coming token sees them. Sequences that begin with the same tokens may share pages (`adopt`); whoever writes
-into a shared page gets a copy of it first.
+Layers are grouped by how far they see: layers with the same window or chunk share separate pages, which are given back
+as soon as no coming token sees them. Sequences that begin with the same tokens may share pages (`adopt`); a sequence
+that writes into a shared page gets a copy of it first.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Reach(NamedTuple):
     window: int | None = None
     """Tokens before itself."""
     chunk: int | None = None
-    """Tokens of a chunk, of which it sees its own from their first on."""
+    """Tokens of a chunk; a token sees its chunk from the first token on."""
 
     def find_first(self, position: int) -> int:
         """The first position that a token at this position sees."""
@@ -46,7 +46,7 @@ class HeldSequence:
 
     def __init__(self, groups: int) -> None:
         self.length = 0
-        """Tokens that are held, those of the call that was begun last included."""
+        """Tokens that are held, including the call that was begun last."""
         self.tables: list[list[int | None]] = [[] for _ in range(groups)]
         """For each group of layers the pages in the order of the tokens; None for those that were given back."""
         self.recurrent: dict[int, tuple[Tensor, ...]] = {}
@@ -61,11 +61,11 @@ class _Span(NamedTuple):
     tokens: int
     pages: tuple[int, ...] | None
     distance: int = 0
-    """From the first token of a sequence to that of the next."""
+    """From the first token of a sequence to the first of the next."""
 
 
 class SequenceState:
-    """Implements megatron.core.inference_context.InferenceContext; sequences have lengths of their own.
+    """Implements megatron.core.inference_context.InferenceContext; sequences have different lengths.
 
     `rows` are the sequences of a call, and `begin` says what it reads of each. Memory of a layer is taken when it first
     writes, in its shapes and dtype: keys and values take 2 * capacity * num_query_groups_per_rank * kv_channels
@@ -102,7 +102,7 @@ class SequenceState:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each row, those of the call that was begun last included."""
+        """Tokens of each row, including the call that was begun last."""
         return [row.length for row in self.rows]
 
     @property
@@ -119,8 +119,8 @@ class SequenceState:
         return all(self._count(group, sequence, length) <= pool.num_available for group, pool in enumerate(self.pools))
 
     def reserve(self, sequence: HeldSequence, length: int, expected: int = 0) -> None:
-        """Give a sequence pages for so many tokens, and pages of its own where it would write into shared ones.
-        expected: how long it may become."""
+        """Give a sequence pages for so many tokens, and copies of shared pages into which it would write. expected: how
+        long it may become."""
         for group, pool in enumerate(self.pools):
             table = sequence.tables[group]
             start = sequence.length // PAGE_TOKENS
@@ -150,7 +150,7 @@ class SequenceState:
     def release(self, sequence: HeldSequence) -> None:
         """Give back all that a sequence holds."""
         for pool, table in zip(self.pools, sequence.tables, strict=True):
-            # From the end, so that of a content that serves again its beginning is kept the longest.
+            # From the end, so that the beginning of a reusable text is kept the longest.
             for page in reversed(table):
                 if page is not None:
                     pool.release(page)
@@ -183,8 +183,8 @@ class SequenceState:
                     pool.note(page, content)
 
     def adopt(self, sequence: HeldSequence, contents: Sequence[bytes], most: int) -> None:
-        """Let an empty sequence begin with known pages: as many of its first as are known, but for tokens from `most`
-        on, which are computed anew."""
+        """Let an empty sequence begin with known pages: as many of its first as are known, except for tokens from
+        `most` on, which are computed again."""
         for count in range(self.count_known(contents), 0, -1):
             length = min(count * PAGE_TOKENS, most)
             begins = [reach.find_first(length) // PAGE_TOKENS for reach in self.groups]
@@ -318,7 +318,7 @@ class SequenceState:
 
 
 def digest_pages(tokens: Sequence[int], before: Sequence[bytes] = ()) -> list[bytes]:
-    """Digests of the full pages of a text, each of all tokens up to its end. before: those of its first pages."""
+    """Digests of the full pages of a text, each of all tokens up to its end. before: the digests of its first pages."""
     found = list(before)
     for index in range(len(found), len(tokens) // PAGE_TOKENS):
         page = tokens[index * PAGE_TOKENS : (index + 1) * PAGE_TOKENS]

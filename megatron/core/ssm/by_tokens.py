@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of each token alone, of which nothing but the arguments waits for backward."""
+"""Functions of single tokens, of which only the arguments are saved for backward."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class Chunks:
         return self._join(output), last.flatten(1, 2)
 
     def backward(self, state: Tensor, of_output: Tensor, of_last: Tensor) -> tuple[Inputs, Tensor]:
-        """The gradients of the inputs and of the state, from those of the outputs and of the last state."""
+        """The gradients of the inputs and of the state, from the gradients of the outputs and of the last state."""
         states, written, _ = self._pass(state)
         of_output = self._divide(of_output.to(written.dtype))
         decay, pairs = self._decay, self._pairs

@@ -46,7 +46,8 @@ class CausalConvolution(nn.Module):
         super().__init__()
         self.has_activation = has_activation
         dtype, splits = parameter_dtype(config), tensor_parallel_split(0, tp_group, parts)
-        # PyTorch's own start of a convolution with one input channel for each output: uniform in +-1/sqrt(width).
+        # PyTorch's default initialisation of a convolution with one input channel for each output: uniform in
+        # +-1/sqrt(width).
         self.weight = declare_parameter(
             (channels, 1, width), kind="filter", init=_uniform(width**-0.5), dtype=dtype, splits=splits
         )

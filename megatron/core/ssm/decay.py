@@ -106,7 +106,7 @@ class Decay(ABC):
 
     def backward(self) -> Tensor:
         """The gradient of log_decay, from what the calls before have added."""
-        # Of a sum of everything up to a token the token's own part is what comes from it on.
+        # The gradient of a prefix sum: each token gets the sum of the gradients from its position on.
         total = self.grad.sum(4, keepdim=True)
         return (total - self.grad.cumsum(4) + self.grad) * self._is_counted
 
@@ -191,7 +191,7 @@ class DecayByChannel(Decay):
                 of_early += block.mT @ late
                 _take_half(self.grad, half, 1).add_(of_late * late)
                 _take_half(of_x, half, 1).add_((of_late * from_border).sum_to_size(_take_half(x, half, 1).shape))
-            # What the border's own sum adds to both sides cancels.
+            # What the border's sum adds to both sides cancels.
             _take_half(self.grad, half, 0).sub_(of_early * early)
             _take_half(of_key, half, 0).add_((of_early * to_border).sum_to_size(_take_half(key, half, 0).shape))
         self._add_cells(others, key, grads, of_others, of_key)

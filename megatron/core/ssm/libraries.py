@@ -9,7 +9,7 @@
 | causal-conv1d                 | convolution with SiLU   | all of them   | 8n channels of a rank, 2-4 tokens  |
 
 They compute whole sequences from an empty state. Generation, pieces of a sequence whose states are handed over, and
-what a package does not take are computed by our own chunks and convolution; --attention-backend local and unfused, and
+what a package does not take are computed by our chunks and convolution; --attention-backend local and unfused, and
 --deterministic-mode, choose these for everything.
 
 Called as their published interfaces say; not yet run on a GPU: tests put stand-ins in their places.
@@ -116,7 +116,7 @@ class DeltaRuleLibrary(StateLibrary):
 
     def _compute(self, call: StateCall) -> tuple[Tensor, Tensor]:
         inputs, heads = call.inputs, call.inputs.value.shape[2]
-        # Each value head with a query and key of its own: releases differ in whether heads may share them.
+        # A query and key for each value head: releases differ in whether heads may share them.
         query, key = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (inputs.query, inputs.key))
         assert call.unit is not None and inputs.erase is not None
         output, state = self._function(
@@ -204,7 +204,7 @@ class ConvolutionLibrary:
 def choose_convolution(
     config: TransformerConfig, channels: int, width: int, device: torch.device
 ) -> tuple[ConvolutionLibrary | None, str]:
-    """Return the package that computes the convolution of a mixer, None for our own, and a name for the log."""
+    """Return the package that computes the convolution of a mixer, None for ours, and a name for the log."""
     own = "some tokens at a time" if not is_cuda(device) else "elementary operations"
     if not is_cuda(device):
         return None, own
@@ -219,7 +219,7 @@ def choose_convolution(
 
 
 def _find_refusal(config: TransformerConfig) -> str | None:
-    """Return the setting that chooses our own."""
+    """Return the setting that chooses our implementation."""
     if config.attention_backend in ("local", "unfused"):
         return f"--attention-backend {config.attention_backend}"
     return "--deterministic-mode" if config.deterministic_mode else None

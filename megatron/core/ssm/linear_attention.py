@@ -45,7 +45,7 @@ def attend(
     inputs: query, key [b, s, G, K]; value [b, s, H, V]; log_decay [b, s, G or H], or [b, s, G or H, K]; strength
     [b, s, H], 1 when None; erase [b, s, H] or [b, s, G or H, K] for the delta rule, None for the plain sum. state:
     before the first token, [b, H, K, V]; zeros when None. documents: number of each token's document, int [b or 1, s],
-    rising; the state begins anew with each, and the one that is given belongs to the first token's. unit: (epsilon,
+    rising; the state starts again with each, and the one that is passed belongs to the first token's. unit: (epsilon,
     length) makes queries and keys x / sqrt(|x|^2 + epsilon), and multiplies queries by length. chunk_size: a power of
     two, 16 or more. Everything is computed in float32, or in float64 where the values are; outputs have the values'
     dtype. Saved for backward are the arguments, and the states before all but the first of `list_slabs`.
@@ -57,7 +57,7 @@ def attend(
 def attend_step(inputs: Inputs, state: Tensor, unit: tuple[float, float] | None = None) -> tuple[Tensor, Tensor]:
     """Return the output [b, H, V] of one token, and the state after it [b, H, K, V].
 
-    inputs as those of `attend`, without the dimension s.
+    inputs as for `attend`, without the dimension s.
     """
     dtype, heads = state.dtype, inputs.value.shape[1]
 

@@ -139,7 +139,8 @@ class Pieces:
         before = []
         for piece in range(self._count):
             if not self._continues[piece]:
-                # Not new zeros: backward reaches the gathering on all ranks, also on one whose pieces all begin anew.
+                # Not new zeros: backward reaches the gathering on all ranks, also on one whose pieces all start a
+                # document.
                 state = state.masked_fill(state.new_ones((), dtype=torch.bool), 0.0)
             before.append(state)
             change, transition = of_pieces[piece].split([width, final.shape[-1] - width], dim=-1)
@@ -167,8 +168,8 @@ def weigh_exchange(inputs: Inputs, ranks: int) -> Exchange:
 
 
 def describe_pieces(group: Group, x: Tensor, packed: PackedSeqParams | None) -> Pieces:
-    """Describe the pieces of a rank's tokens x [s, b, ...]. group: the ranks that share the sequence, but for packed
-    documents that have a group of their own."""
+    """Describe the pieces of a rank's tokens x [s, b, ...]. group: the ranks that share the sequence, except for packed
+    documents that have a separate group."""
     group = group if packed is None or packed.cp_group is None else packed.cp_group
     length = x.shape[0] * group.size()
     return Pieces(group, length, None if packed is None else packed.layout(length), x.device)

@@ -55,7 +55,8 @@ def pass_states_backward(
     of_last: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the values [n, ..., C, V], of the states after the chunks [n, ..., K, V], and of the
-    first state [..., K, V]; of_states, of_written, of_last are those of `pass_states`' results from elsewhere."""
+    first state [..., K, V]; of_states, of_written, of_last are the gradients of `pass_states`' results from
+    elsewhere."""
     if _fits(of_last) and launching.uses_kernels(causes, solved, leaving, keep, of_states, of_written, of_last):
         from megatron.core.kernels import states as kernels
 

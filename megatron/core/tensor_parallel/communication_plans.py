@@ -40,9 +40,9 @@ Where the GPUs of a group are linked by NVLink and have several hardware queues,
 overlap_rs_dgrad leave chunks and products to PyTorch's symmetric memory (fused_collectives.py), the first two also
 without --tp-comm-overlap.
 
-A chunk is the same stretch of every rank's tokens: of x [tp, chunks, n, b, h], x[:, i]. Collectives are torch's own; on
+A chunk is the same stretch of every rank's tokens: of x [tp, chunks, n, b, h], x[:, i]. Collectives are torch's; on
 CUDA they run on the communicator's stream. Source: Wang et al., "Overlap Communication with Dependent Computation via
-Decomposition", 2023; the bulk variants are those of Transformer Engine.
+Decomposition", 2023; the bulk variants are Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def choose_row_plan(config: ModelParallelConfig, group: Group) -> CommunicationP
 
 @dataclass(frozen=True)
 class OutsideProduct(CommunicationPlan):
-    """Communication after the product, an operation of its own: all that a sum of outputs needs."""
+    """Communication after the product, as a separate operation: all that a sum of outputs needs."""
 
     group: Group
     leave: Mapping
@@ -167,7 +167,7 @@ class SumInputGrad(CommunicationPlan):
 
 @dataclass(frozen=True)
 class GatherInput(CommunicationPlan):
-    """Every rank has its own tokens, and makes a part of the outputs of all of them."""
+    """Every rank has different tokens, and computes a part of the outputs of all of them."""
 
     group: Group
     overlap_ag: bool = False
@@ -220,7 +220,7 @@ def _describe_overlap(is_chunked: bool, fused: FusedCollectives | None) -> str:
 
 
 def _choose_fused(plan: GatherInput | ScatterOutput, product: Product) -> FusedCollectives | None:
-    # Other products round operands or results in their own way.
+    # Other products round operands or results.
     return plan.fused if product.is_plain else None
 
 
@@ -268,7 +268,7 @@ class _GatherAndMultiply(torch.autograd.Function):
             output = fused.gather_and_multiply(x, weight.t())
             return output if bias is None else output.add_(bias)
         chunks = _count_chunks(x.shape[0], plan.most_chunks) if plan.overlap_ag else 1
-        # Our own tokens only: the gathered ones are tp times as large, and backward can hide a second gather.
+        # Only the local tokens: the gathered ones are tp times as large, and backward can hide a second gather.
         if chunks == 1:
             full = _gather(x, plan.group)[0]
             if has_way(x):
@@ -329,7 +329,7 @@ class _MultiplyAndScatter(torch.autograd.Function):
 
         def multiply_chunk(rows: Tensor) -> Tensor:
             nonlocal kept
-            # Scales of a chunk are not those of all tokens, which the weight gradient is a sum over.
+            # Scales of a chunk are not valid for all tokens, which the weight gradient is a sum over.
             if chunks > 1 or not product.has_smaller_form:
                 return product.forward_parts(rows, weight)
             output, kept = forward_keeping(product, rows, weight)
@@ -393,7 +393,7 @@ def _divide_kept(kept: tuple[Tensor, ...], group: Group) -> tuple[tuple[Tensor, 
 def _gather_kept(
     kept: Kept, divides: list[bool], group: Group, async_op: bool = False
 ) -> tuple[Kept, list[Handle | None]]:
-    """All ranks' tokens again, [s, b, h] or in the product's own form, and what to wait for."""
+    """All ranks' tokens again, [s, b, h] or in the product's form, and what to wait for."""
     if isinstance(kept, Tensor):
         full, handle = _gather(kept, group, async_op)
         return full, [handle]
@@ -427,7 +427,7 @@ def _select_chunk(index: int, chunks: int, group: Group) -> Rows:
 def _gather_chunks(own: Tensor, group: Group, chunks: int, into: Tensor | None = None) -> Iterator[tuple[Rows, Tensor]]:
     """Chunk after chunk of all ranks' tokens [tp, tokens, h], while the next one is still on its way.
 
-    own: [s/tp, b, h]. into: [chunks, s/chunks, b, h], where the chunks shall be kept; else each has memory of its own.
+    own: [s/tp, b, h]. into: [chunks, s/chunks, b, h], where the chunks are to be kept; else each has separate memory.
     """
     parts = own.chunk(chunks)
 

@@ -3,10 +3,10 @@
 
     loss = log(sum_v exp(x_v)) - x_target        gradient = softmax(x) - onehot(target)
 
-Every rank takes the maximum, the sum and the target's logit over its own slice; small all-reduces join them. Two ways:
+Every rank takes the maximum, the sum and the target's logit over its slice; small all-reduces join them. Two ways:
 
-vocab_parallel_cross_entropy: of float32 logits. The gradient is formed in the logits' own memory during forward and
-only scaled in backward: nothing else of their size exists.
+vocab_parallel_cross_entropy: of float32 logits. The gradient is formed in the logits' memory during forward and only
+scaled in backward: nothing else of their size exists.
 
 fused_vocab_parallel_cross_entropy: straight from logits in a 16-bit format, without a float32 copy of them. All
 arithmetic is in float32, on blocks of tokens that are small against the logits. Forward keeps the logits as they are
@@ -14,7 +14,7 @@ and one number per token; backward computes the softmax again and writes the gra
 logits of n bytes the first way, after a conversion, holds n + 2n + 2n bytes at its peak, this one n.
 
 Where kernels run (megatron/core/kernels/cross_entropy.py) both are one: a kernel that reads the logits once, in any
-number format, and in backward one that writes their gradient over them.
+dtype, and in backward one that writes their gradient over them.
 
 Source: Shoeybi et al., 2019, section 3.
 """
@@ -111,8 +111,8 @@ def _softmax_(logits: Tensor, group: Group) -> Tensor:
 def fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, *, tp_group: Group) -> Tensor:
     """Loss of every token.
 
-    vocab_parallel_logits: [s, b, v / tp] in any number format; overwritten in backward. target: [s, b] token numbers in
-    the whole vocabulary. Returns [s, b] float32.
+    vocab_parallel_logits: [s, b, v / tp] in any dtype; overwritten in backward. target: [s, b] token numbers in the
+    whole vocabulary. Returns [s, b] float32.
     """
     if launching.uses_kernels(vocab_parallel_logits):
         return kernel_vocab_parallel_cross_entropy(vocab_parallel_logits, target, 0.0, tp_group)
@@ -133,7 +133,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         for block in _blocks(rows):
             torch.logsumexp(at_least_float32(rows[block]), -1, keepdim=True, out=log_sum[block])
         if group.size() > 1:
-            # log(sum of exp over all ranks) = max + log(sum over ranks of exp(own - max)).
+            # log(sum of exp over all ranks) = max + log(sum over ranks of exp(local - max)).
             largest = log_sum.clone()
             all_reduce(largest, group, op="max")
             total = log_sum.sub_(largest).exp_()
@@ -168,8 +168,8 @@ def _blocks(rows: Tensor) -> Iterator[slice]:
 def kernel_vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float, tp_group: Group
 ) -> Tensor:
-    """Loss of every token, [s, b] float32, by kernels; the arguments are those of `vocab_parallel_cross_entropy`, the
-    logits in any number format, and overwritten in backward."""
+    """Loss of every token, [s, b] float32, by kernels; the arguments are as for `vocab_parallel_cross_entropy`, with
+    logits in any dtype, overwritten in backward."""
     loss: Tensor = _KernelCrossEntropy.apply(vocab_parallel_logits, target, label_smoothing, tp_group)
     return loss
 
@@ -185,7 +185,7 @@ class _KernelCrossEntropy(torch.autograd.Function):
         rows = logits.detach().view(-1, local_vocab)  # [s, b, v / tp] -> [tokens, v / tp]
         log_sum, target_logit, logit_sum = summarise_logits(rows, local_target, bool(label_smoothing))
         if group.size() > 1:
-            # log(sum of exp over all ranks) = max + log(sum over ranks of exp(own - max)).
+            # log(sum of exp over all ranks) = max + log(sum over ranks of exp(local - max)).
             largest = log_sum.clone()
             all_reduce(largest, group, op="max")
             sums = [(log_sum - largest).exp_(), target_logit, *([] if logit_sum is None else [logit_sum])]

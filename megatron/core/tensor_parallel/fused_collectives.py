@@ -112,7 +112,7 @@ def can_fuse_collectives(group: Group) -> bool:
 
 
 def _own(result: Tensor) -> Tensor:
-    # Not the view that it is: whoever reads an output may overwrite it, which autograd forbids for views.
+    # Not a view: readers of an output may overwrite it, which autograd forbids for views.
     tensor: Tensor = torch.ops.aten._unsafe_view(result, result.shape)
     return tensor
 

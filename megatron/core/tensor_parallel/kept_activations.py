@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways in which an activation waits for backward when it is not simply kept, and the one context that puts them in
-force.
+"""Ways to save an activation for backward other than simply keeping it, and the one context that applies them.
 
 | way         | what waits                                 | in backward                 | price                       |
 |-------------|--------------------------------------------|-----------------------------|-----------------------------|
@@ -10,8 +9,8 @@ force.
 | Divided     | this rank's part of it                     | gathered from all ranks     | an all-gather               |
 | on the host | a copy there (offloaded_activations.py)    | copied back                 | two transfers               |
 
-A further way is one more subclass of `Way`. Two others need no context, because an operation of their own keeps what
-they need: a whole part of the network that is computed again from its inputs
+A further way is one more subclass of `Way`. Two others need no context, because a separate operation keeps what they
+need: a whole part of the network that is computed again from its inputs
 (`checkpoint` in random.py), and the input of a column layer under sequence parallelism, of which each rank keeps its
 tokens and gathers the others' beside a product (GatherInput in communication_plans.py).
 
@@ -52,7 +51,7 @@ class Way(ABC):
 
 
 class Recomputed(Way):
-    """Nothing waits: compute() makes the values again, in their own order and number format."""
+    """Nothing is saved: compute() makes the values again, in their order and dtype."""
 
     def __init__(self, compute: Callable[[], Tensor]) -> None:
         self.compute = compute
@@ -67,9 +66,9 @@ class Recomputed(Way):
 
 
 class RecomputedTogether:
-    """Tensors that one function makes: nothing waits, and the first that is needed brings the others with it.
+    """Tensors that one function makes: nothing is saved, and the first that is needed brings the others with it.
 
-    compute: makes all of them again, in their own order and number formats.
+    compute: makes all of them again, in their order and dtypes.
     """
 
     def __init__(self, compute: Callable[[], Sequence[Tensor]]) -> None:
@@ -207,9 +206,9 @@ def keep_as(value: Tensor, way: Way) -> Iterator[None]:
 
 @contextlib.contextmanager
 def keep_all_as(way: Way) -> Iterator[None]:
-    """Make what operations in this block keep for backward wait as the way says, where it takes it; but for values that
-    have a `keep_as` of their own, inside or outside of the block."""
-    # In front: the last rule wins, and those of single values come last.
+    """Save what operations in this block keep for backward in this way, where the way takes it; except for values with
+    a separate `keep_as`, inside or outside of the block."""
+    # In front: the last rule wins, and rules of single values come last.
     with _in_force((_RuleOfAll(way), *_RULES.get())):
         yield
 
@@ -226,8 +225,8 @@ def _in_force(rules: _Rules) -> Iterator[None]:
 
 @contextlib.contextmanager
 def set_aside() -> Iterator[None]:
-    """In this block no context around it is in force: `checkpoint` has hooks of its own, and what is kept of a function
-    must be the same when backward calls it again, outside of those contexts."""
+    """Disable the contexts around this block: `checkpoint` has separate hooks, and what is kept of a function must be
+    the same when backward calls it again, outside of those contexts."""
     token = _RULES.set(())
     try:
         yield
@@ -252,8 +251,8 @@ def _pack(rules: _Rules, kept: Tensor) -> Any:
             return rule.way, rule.way.pack(kept), kept.shape, None
         elif rule.is_permuted(kept):
             return rule.way, rule.way.pack(rule.value), rule.value.shape, (kept.shape, kept.stride())
-    # An operation may keep its own result, which would hold the operation that holds it: neither would ever be freed
-    # where backward does not come by.
+    # An operation may keep its result, which would hold the operation that holds it: neither would ever be freed where
+    # backward does not run.
     return kept if kept.grad_fn is None else kept.detach()
 
 

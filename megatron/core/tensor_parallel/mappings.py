@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives over the tensor-parallel (TP) group that know their own gradient.
+"""Collectives over the tensor-parallel (TP) group that know their gradient.
 
 | function                                    | forward                     | backward                    |
 |---------------------------------------------|-----------------------------|-----------------------------|
 | copy_to_tensor_model_parallel_region        | identity                    | all-reduce                  |
 | reduce_from_tensor_model_parallel_region    | all-reduce                  | identity                    |
-| scatter_to_tensor_model_parallel_region     | own slice of the last dim   | gather the last dim         |
-| gather_from_tensor_model_parallel_region    | gather the last dim         | own slice of the last dim   |
-| scatter_to_sequence_parallel_region         | own slice of the first dim  | gather the first dim        |
+| scatter_to_tensor_model_parallel_region     | local slice, last dim       | gather the last dim         |
+| gather_from_tensor_model_parallel_region    | gather the last dim         | local slice, last dim       |
+| scatter_to_sequence_parallel_region         | local slice, first dim      | gather the first dim        |
 | gather_from_sequence_parallel_region        | gather the first dim        | reduce-scatter (or slice)   |
 | reduce_scatter_to_sequence_parallel_region  | reduce-scatter, first dim   | gather the first dim        |
 
@@ -133,7 +133,7 @@ def gather_from_sequence_parallel_region(
 ) -> Tensor:
     """[s / tp, ...] -> [s, ...].
 
-    tensor_parallel_output_grad: each rank goes on with its own part of the work, so gradients are summed while they are
+    tensor_parallel_output_grad: each rank goes on with its part of the work, so gradients are summed while they are
     scattered; False where every rank does the same with the result. use_global_buffer: no other result. Raises
     ConfigError for output_split_sizes: ranks have parts of one length.
     """

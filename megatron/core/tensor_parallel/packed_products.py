@@ -3,9 +3,8 @@
 
 A matrix product puts the weight in order first. Of a thousand tokens that is little, of the few that texts are
 continued with a half of the work: eight rows times 1024 x 512 take 0.20 instead of 0.35 milliseconds with a weight that
-is in order already (one core of an AMD EPYC). For a single row torch's own product with a weight that is turned over is
-faster still: it reads 14.5 GB/s, oneDNN in its order 12.3, both 9.6 of the weight as it is. The ordered weights are
-copies.
+is in order already (one core of an AMD EPYC). For a single row torch's product with a transposed weight is faster
+still: it reads 14.5 GB/s, oneDNN in its order 12.3, both 9.6 of the weight as it is. The ordered weights are copies.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from megatron.core.host_memory import read_host_memory
 from megatron.core.tensor_parallel.products import Matmul, onednn_is_faster, takes_float32
 
 _LEAST_WEIGHT = 1 << 16
-"""Elements; a call of oneDNN takes 10 microseconds more than one of torch's own."""
+"""Elements; a call of oneDNN takes 10 microseconds more than one of torch's matmul."""
 _ROWS = 8
 """Tokens that the order is made for; for 1 and for 256 it is as good."""
 
 
 class OrderedCopies:
     """Copies of a weight [out, in], or of each matrix of a stack of them, for several rows and for a single one; made
-    when first needed, and anew where the weight has been written to."""
+    when first needed, and again where the weight has been written to."""
 
     def __init__(self, *, turns: bool) -> None:
-        """turns: whether a single row has a copy of its own, the weight turned over."""
+        """turns: True if a single row has a separate copy, the transposed weight."""
         self.turns = turns
         self.held: dict[tuple[int, bool], Tensor] = {}
         self._of: tuple[int, int] | None = None
@@ -87,14 +86,14 @@ def pack_weights(model: nn.Module) -> None:
 
     For a model that nobody trains: an optimizer may write to weights in a way that does not show. In generation it then
     takes its float32 weights up to three times, so they have to be at most an eighth of the host's memory, or where
-    single rows have no copy of their own a quarter; otherwise nothing is ordered.
+    single rows have no separate copy a quarter; otherwise nothing is ordered.
     """
     share = sum(parameter.nbytes for parameter in model.parameters()) / read_host_memory().total_bytes
     if not onednn_is_faster() or share > 1 / 4:
         return
     layer: Any
     for layer in model.modules():
-        # Embeddings, and layers in few bits, have other kinds of products.
+        # Embeddings, and low-precision layers, have other kinds of products.
         product, copies = layer.__dict__.get("product"), OrderedCopies(turns=share <= 1 / 8)
         if type(product) is Matmul and product.out_dtype is None:
             layer.product = PackedMatmul(product, copies)

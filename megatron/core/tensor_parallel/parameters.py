@@ -79,7 +79,7 @@ def by_blocks_of_rows(init: Initialiser, rows: int = 256) -> Initialiser:
 
 
 def _draw(init: Initialiser, tensor: Tensor, generator: torch.Generator, seed: int) -> None:
-    """Fill a tensor. seed: for an initialiser of upstream's, (tensor), which draws from torch's own generator."""
+    """Fill a tensor. seed: for an initialiser of upstream's, (tensor), which draws from torch's default generator."""
     if len(inspect.signature(init).parameters) > 1:
         init(tensor, generator)
         return
@@ -89,7 +89,7 @@ def _draw(init: Initialiser, tensor: Tensor, generator: torch.Generator, seed: i
 
 
 def parameter_dtype(config: ModelParallelConfig) -> torch.dtype:
-    """Return the number format of the parameters: config.params_dtype, or what bf16 / fp16 ask for."""
+    """Return the dtype of the parameters: config.params_dtype, or what bf16 / fp16 select."""
     dtype: torch.dtype = config.params_dtype or getattr(torch, config.compute_dtype_name)
     return dtype
 
@@ -145,9 +145,9 @@ def initialise_parameters(
 ) -> None:
     """Name every parameter of `module` as in the whole model (`list_global_names`), and fill those that were declared.
 
-    draw_on_cpu: draw full tensors in host memory; else on the parameter's own device. The two devices' generators give
-    different numbers, so runs that must start alike on both draw on the CPU. draw: False leaves the memory of
-    drawn weights as it is, for a model whose weights are loaded.
+    draw_on_cpu: draw full tensors in host memory; else on the parameter's device. The two devices' generators give
+    different numbers, so runs that must start alike on both draw on the CPU. draw: False leaves the memory of drawn
+    weights as it is, for a model whose weights are loaded.
 
     Raises MemoryShortageError where the parameters alone are more than the host has: they have no content yet, and
     only with it do they take memory.
@@ -231,7 +231,7 @@ def materialise_parameters(
     """Give every named parameter that was built on the meta device memory, and fill it as `initialise_parameters` would
     have done. The parameters stay the same objects.
 
-    Raises ConfigError for one that was not declared: only its own module could fill it.
+    Raises ConfigError for one that was not declared: only its module could fill it.
     """
     for _, parameter in list(list_parameters(module)):
         placement = get_placement(parameter, "")
@@ -271,7 +271,7 @@ def _clear_padding(parameter: nn.Parameter, placement: Placement) -> None:
 
 def derive_parameter_seed(seed: int, name: str) -> int:
     """Derive the seed of one parameter's generator, 63 bits; the same on every machine and in every Python process."""
-    # Python's own hash() of a string differs from process to process.
+    # Python's hash() of a string differs from process to process.
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1  # 63 bits: torch takes a signed number
 

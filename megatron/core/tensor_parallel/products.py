@@ -14,7 +14,7 @@ into it inside the product spares one temporary the size of the weight, and one 
 | embedding                  | TableLookup: X is one-hot, so the products are a look-up and a scattered addition    |
 | experts                    | ExpertByExpert or GroupedMatmul (transformer/moe/grouped_products.py)                |
 
-A product in another number format, such as FP8, is one more class: layers only ever call the protocol.
+A product in another dtype, such as FP8, is one more class: layers only ever call the protocol.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Kept = Tensor | tuple[Tensor, ...]
 class Product(ABC):
     """The three products of one layer with its weight [out, in], or with a stack of weights [matrices, out, in].
 
-    Each layer makes an object of its own, so a product may keep state about its operands (scaling factors, histories of
+    Each layer makes a separate object, so a product may keep state about its operands (scaling factors, histories of
     their largest values); one whose state belongs in checkpoints may also be a torch module, which the layer then
     registers. With communication in chunks every method is called once per chunk of tokens, and recomputation calls
     `forward` again during backward (auxiliary_loss.is_recomputing() tells).
@@ -60,7 +60,7 @@ class Product(ABC):
     is_deferrable: bool = True
     """True if a zero-bubble schedule may compute the weight gradient later than the input gradient."""
     out_dtype: torch.dtype | None = None
-    """Number format of the result; that of the operands when None."""
+    """Dtype of the result; the operands' when None."""
     is_plain: bool = False
     """True if Y and dX are torch's products of the operands as they are, so that a collective may have them inside."""
     has_smaller_form: bool = False
@@ -81,7 +81,7 @@ class Product(ABC):
 
     @abstractmethod
     def input_grad(self, grad: Tensor, weight: Tensor, ends: Tensor | None = None) -> Tensor:
-        """dX = dY W; grad [tokens, out] in the weight's number format -> [tokens, in]."""
+        """dX = dY W; grad [tokens, out] in the weight's dtype -> [tokens, in]."""
 
     @abstractmethod
     def weight_grad(
@@ -90,7 +90,7 @@ class Product(ABC):
         """dW = dY^T X, added to main_grad, returning None; or returned where main_grad is None.
 
         grad: [tokens, out]. x: as forward got it, or what forward_keeping returned. main_grad: shaped as the weight,
-        often in a wider number format.
+        often in a wider dtype.
         """
 
     # Communication in chunks multiplies the same stretch of every rank's tokens at a time: rows with gaps between the
@@ -208,10 +208,10 @@ class TableLookup(Product):
 
 
 def choose_product(config: ModelParallelConfig, out_dtype: torch.dtype | None = None) -> Product:
-    """A new product for one linear layer. out_dtype: of its result; the parameters' number format when None."""
+    """A new product for one linear layer. out_dtype: of its result; the parameters' dtype when None."""
     accumulates = accumulates_weight_grads(config)
     if out_dtype is None or out_dtype == parameter_dtype(config):
-        # Autograd computes both gradients of its own operators at once.
+        # Autograd computes both gradients of an operator at once.
         is_divided = accumulates or getattr(config, "delays_weight_gradients", False)
         return Matmul(accumulates=accumulates, by_autograd=not is_divided)
     return Matmul(accumulates=accumulates, out_dtype=out_dtype)
@@ -228,7 +228,7 @@ def accumulates_weight_grads(config: ModelParallelConfig) -> bool:
 
 
 def add_weight_grad(main_grad: Tensor, grad: Tensor, rows: Tensor) -> None:
-    """main_grad [out, in] += dY^T X, summed in main_grad's number format; grad [tokens, out], rows [tokens, in]."""
+    """main_grad [out, in] += dY^T X, summed in main_grad's dtype; grad [tokens, out], rows [tokens, in]."""
     if main_grad.dtype == grad.dtype:
         main_grad.addmm_(grad.t(), rows)
     elif main_grad.dtype == torch.float32 and has_wide_sums(main_grad.device, grad.dtype):
@@ -274,7 +274,7 @@ class _Multiply(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product, ends: Tensor | None
     ) -> Tensor:
-        # Only the input is kept. The weight lives anyway, and the output is kept by whoever reads it.
+        # Only the input is saved. The weight lives anyway, and readers of the output save it.
         output, kept = forward_keeping(product, x, weight, bias, ends)
         save_kept(ctx, kept, ends)
         # The weight itself, with its main_grad and queue: hooks for saved tensors would hand back another tensor.
@@ -288,7 +288,7 @@ class _Multiply(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[2]:
             grad_bias = sum_bias_grad(grad, weight)
-        grad = grad.to(weight.dtype)  # that of a float32 result of 16-bit operands is rounded as the operands are
+        grad = grad.to(weight.dtype)  # of a float32 result of 16-bit operands: rounded as the operands are
         # The input gradient first: the layers before this one wait for it, the optimizer waits for the other.
         if ctx.needs_input_grad[0]:
             grad_x = product.input_grad(grad, weight, ends).view(ctx.shape)  # [tokens, in] -> [s, b, in]
@@ -308,7 +308,7 @@ def forward_keeping(
 
 
 def save_kept(ctx: Any, kept: Kept, ends: Tensor | None = None) -> None:
-    """Save what waits for backward where hooks for saved tensors see it."""
+    """Save for backward where hooks for saved tensors see it."""
     ctx.has_smaller_form = not isinstance(kept, Tensor)
     ctx.save_for_backward(*([kept] if isinstance(kept, Tensor) else kept), ends)
 
@@ -320,7 +320,7 @@ def load_kept(ctx: Any) -> tuple[Any, Tensor | None]:
 
 
 def sum_bias_grad(grad: Tensor, weight: Tensor) -> Tensor:
-    """Gradient of the bias, [tokens, out] -> [out], in the weight's number format."""
+    """Gradient of the bias, [tokens, out] -> [out], in the weight's dtype."""
     return grad.sum(0).to(weight.dtype)
 
 
@@ -415,10 +415,10 @@ def multiply_wide(x: Tensor, weight: Tensor) -> Tensor:
     return result
 
 
-# ---- the number format of sums, statistics and probabilities
+# ---- the dtype of sums, statistics and probabilities
 #
-# Nobody trains in float64. Gradients are checked in it (megatron/training/verify/gradients.py), and are then those of
-# the code that trains only if nothing on the way narrows what it is given.
+# Nobody trains in float64. Gradients are checked in it (megatron/training/verify/gradients.py), which tests the code
+# that trains only if nothing on the way narrows its input.
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -427,7 +427,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
-    """Return the number format of `at_least_float32(x)`."""
+    """Return the dtype of `at_least_float32(x)`."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -440,9 +440,9 @@ def is_wide(x: Tensor) -> bool:
 #
 # torch multiplies float32 matrices on x86 by Intel's MKL, which uses less than half of what other makers' processors
 # with AVX-512 can do: one core of an AMD EPYC does 90 billion operations a second with it, and 200 with oneDNN, which
-# torch has for other number formats. On an Intel Xeon MKL is ahead in every product of a layer. A call of oneDNN takes
-# 13 microseconds instead of 3, and the first one of a shape a millisecond more. So small products stay with torch, and
-# so do those whose shapes are new in every step (tokens of an expert).
+# torch uses for other dtypes. On an Intel Xeon MKL is ahead in every product of a layer. A call of oneDNN takes 13
+# microseconds instead of 3, and the first one of a shape a millisecond more. So small products stay with torch, and so
+# do those whose shapes are new in every step (tokens of an expert).
 #
 # Where nothing is trained, few tokens times a large weight are oneDNN's, too: 8192 x 512 in 0.83 to 0.33 of the time.
 # Which kernel multiplies depends on the processor and the shapes alone, so that a run repeats itself bit by bit.

@@ -2,7 +2,7 @@
 """Named random streams: dropout differs between tensor-parallel ranks where it must and agrees where it has to.
 
     default stream          the same on all ranks of a tensor-parallel group: dropout on whole hidden states
-    model-parallel stream   another one on each rank: dropout inside a parallel layer, on a rank's own heads
+    model-parallel stream   another one on each rank: dropout inside a parallel layer, on a rank's heads
 
 torch has one generator per device that dropout draws from; a tracker swaps its state. Like that generator, the tracker
 is one object per process: it is the second half of the same global fact. `checkpoint` computes a part of the network
@@ -124,7 +124,7 @@ class CudaRNGStatesTracker:
 _TRACKER = CudaRNGStatesTracker()
 _CUDA_RNG_STATE_TRACKER = None
 _CUDA_RNG_STATE_TRACKER_INITIALIZED = False
-"""Set by programs that start over. Nothing reads them: model_parallel_cuda_manual_seed() seeds anew."""
+"""Set by programs that start over. Nothing reads them: model_parallel_cuda_manual_seed() always seeds again."""
 
 
 def get_cuda_rng_tracker(
@@ -157,8 +157,8 @@ def model_parallel_cuda_manual_seed(
     """Seed the default stream with `seed`, and the named ones so that they differ between ranks that must differ.
 
     tp_rank, ep_rank, etp_rank: this process's place in the tensor-parallel, expert-parallel and expert-tensor-parallel
-    group; that of `pg_collection` when None. force_reset_rng: streams begin anew in any case. The three booleans are
-    those of `get_cuda_rng_tracker`.
+    group; `pg_collection`'s when None. force_reset_rng: streams start again in any case. The three booleans are as for
+    `get_cuda_rng_tracker`.
     """
     own = get_cuda_rng_tracker(te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
     groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
@@ -176,13 +176,13 @@ def model_parallel_cuda_manual_seed(
 
 
 def get_expert_parallel_rng_tracker_name() -> str:
-    """The name under which the tracker of random streams has that of experts."""
+    """The name of the experts' stream in the tracker of random streams."""
     return EXPERT_PARALLEL_STREAM
 
 
 @contextlib.contextmanager
 def model_parallel_stream(group_size: int) -> Iterator[None]:
-    """Draw from this rank's own stream inside the block; a group of one has no need of a second stream."""
+    """Draw from this rank's stream inside the block; a group of one has no need of a second stream."""
     tracker = get_cuda_rng_tracker()
     if group_size == 1 or not tracker.is_initialized():
         yield

@@ -8,7 +8,7 @@ same result, and says why it refuses another one:
 
 - the pre-tokenizer's regular expression is made of alternatives whose matches are equal in both regex engines (KNOWN);
 - every pair that makes a token stands at one place in the list, so the token has one rank;
-- without `ignore_merges`, encoding a token's own text gives that token. Then two neighbours can only ever form it in
+- without `ignore_merges`, encoding a token's text gives that token. Then two neighbours can only ever form it in
   the way the list says: merging inside a token's bytes does not depend on what stands around them;
 - with `ignore_merges` (a piece that is a token is taken whole), the list holds every pair that makes a token.
 
@@ -159,7 +159,7 @@ def split_alternatives(pattern: str) -> list[str]:
 
 
 def join_alternatives(pattern: str) -> str:
-    """The same matches as those of a pattern of KNOWN alternatives, in two thirds of the time.
+    """A pattern with the same matches as one of KNOWN alternatives, in two thirds of the time.
 
     tiktoken's engine tries one alternative after the other where any of them looks ahead; neighbours that do not are
     put into a group here, which it matches at once by an automaton. Automata have no possessive quantifiers; a known
@@ -259,7 +259,7 @@ def _ranks(model: dict[str, Any], backend: tokenizers.Tokenizer) -> tuple[dict[b
 
 
 def _check_reachable(merged: list[str], backend: tokenizers.Tokenizer) -> None:
-    """Encoding a token's own text must give this token."""
+    """Encoding a token's text must give this token."""
     tokenize = backend.model.tokenize
     for token in merged:
         if len(tokenize(token)) != 1:

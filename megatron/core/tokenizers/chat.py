@@ -56,7 +56,7 @@ def _compiled(template: str) -> Any:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    """jinja2's own filter writes HTML escapes."""
+    """jinja2's filter writes HTML escapes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
 

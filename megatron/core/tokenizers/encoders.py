@@ -2,8 +2,8 @@
 """Encode many documents at once, as fast as the tokenizer allows, always with the ids that the tokenizer gives.
 
 `choose_encoder` takes tiktoken's encoder where a byte-level BPE can be converted for it (byte_pair_conversion) and a
-sample of the input comes out equal; otherwise the tokenizer's own batch encoding. A worker also compares a short
-excerpt of each chunk as it goes (`verify`): a difference ends the fast path, not the correctness of the output.
+sample of the input comes out equal; otherwise the tokenizer's batch encoding. A worker also compares a short excerpt of
+each chunk as it goes (`verify`): a difference ends the fast path, not the correctness of the output.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class DocumentEncoder(Protocol):
 
 
 class PlainEncoder:
-    """The tokenizer's own batch encoding."""
+    """The tokenizer's batch encoding."""
 
     def __init__(self, tokenizer: Tokenizer, reason: str = "") -> None:
         self.tokenizer = tokenizer

@@ -26,7 +26,7 @@ _NEMOTRON_H_TOKENS = ("<SPECIAL_10>", "<SPECIAL_11>")
 
 
 def with_prompt_format(tokenizer: Tokenizer, prompt_format: str) -> Tokenizer:
-    """The tokenizer with the chat template of a prompt format; "default" keeps its own.
+    """The tokenizer with the chat template of a prompt format; "default" keeps the tokenizer's.
 
     Raises ConfigError where the vocabulary lacks the tokens of the format.
     """

@@ -25,8 +25,8 @@ class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model and tokens added to it.
 
     added_tokens   looked for in the text before the model sees it. One that is a piece of the model keeps its id, any
-                   other gets the next id behind the model. What lies between added tokens is encoded on its own; a
-                   separator that this puts behind an added token is dropped.
+                   other gets the next id after the model's. Text between added tokens is encoded separately; a
+                   separator that this puts after an added token is dropped.
 
     `detokenize` leaves out the model's control tokens (`<s>`, `</s>`), as the library does.
     """

@@ -70,9 +70,9 @@ def tiktoken_tokenizer(
 ) -> TikTokenizer:
     """Read a vocabulary.
 
-    vocab_size       tokens to keep, special ones included; those of the file, at most 2^17, when None
+    vocab_size       tokens to keep, special ones included; the file's, at most 2^17, when None
     special_tokens   names of the first special ids; SPECIAL_TOKENS, which must be among them, when None
-    extra_tokens     special tokens behind all others
+    extra_tokens     special tokens after all others
     Raises ConfigError for sizes and names that cannot be and for a missing file, DataError for an unusable file.
     """
     tiktoken = optional_deps.require("tiktoken", needed_by="--tokenizer-type TikTokenizer")

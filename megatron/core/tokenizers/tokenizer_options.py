@@ -62,28 +62,28 @@ class TokenizerOptions(CheckedConfig):
     tiktoken_num_special_tokens: int = flag(1000, minimum=7, maximum=1_000_000, unit="tokens")
     """Ids that TikTokenizer keeps for special tokens, before all others."""
     tokenizer_sentencepiece_legacy: bool = False
-    """SentencePiece: look for --tokenizer-special-tokens in the text and encode what lies between them on its own."""
+    """SentencePiece: look for --tokenizer-special-tokens in the text and encode the text between them separately."""
     tokenizer_sentencepiece_ignore_extra_whitespaces: bool = True
     """SentencePiece: let a model that was trained so drop leading, trailing and repeated spaces."""
     tokenizer_hf_no_include_special_tokens: bool = False
-    """Do not let the tokenizer add its own special tokens, such as a beginning of text, to every text."""
+    """Do not let the tokenizer add special tokens, such as a beginning of text, to every text."""
     trust_remote_code: bool = flag(False, kind="report")
     """Run the Python code in a Hugging Face tokenizer's directory if its tokenizer_config.json names some (auto_map).
     Without this flag no code is ever run."""
     use_gigatoken: bool = flag(False, kind="kernel")
     """Encode text by the fast encoder for byte-level BPE, which is tiktoken's over the converted vocabulary, with the
-    tokenizer's own ids; a tokenizer that cannot be converted is refused instead of being slow."""
+    tokenizer's ids; a tokenizer that cannot be converted is refused instead of being slow."""
     null_tokenizer_eod_id: int | None = flag(None, minimum=0)
     """End of document of NullTokenizer; its last id when not given."""
     null_tokenizer_pad_id: int = flag(-1, minimum=-1)
     """Padding of NullTokenizer."""
     chat_template: PathText | None = None
-    """Jinja template for conversations, or the file that holds it, instead of the tokenizer's own."""
+    """Jinja template for conversations, or the file that holds it, instead of the tokenizer's."""
     sft_tokenizer_prompt_format: str = flag(
         "nemotron-h-aligned", choices=(*PROMPT_FORMATS, *UNSUPPORTED_FORMATS), unsupported_choices=UNSUPPORTED_FORMATS
     )
     """Form in which SFTTokenizer writes conversations: nemotron-h-aligned, identity (the contents alone), or default
-    (the tokenizer's own chat template)."""
+    (the tokenizer's chat template)."""
 
     def list_missing(self) -> list[str]:
         """The flags that this type of tokenizer needs and that are not given."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers that come with Python code of their own, run by `transformers` when the user says so.
+"""Tokenizers that come with Python code, run by `transformers` when the user says so.
 
 Only with --trust-remote-code, only from a local directory, and only where its tokenizer_config.json names such code
 (auto_map). Everything else is read by huggingface.py, which runs no code.
@@ -75,7 +75,7 @@ def has_own_code(model: str) -> bool:
 def tokenizer_with_own_code(
     model: str, *, trust_remote_code: bool, include_special_tokens: bool = True
 ) -> TransformersTokenizer:
-    """Run the tokenizer code of a local directory. trust_remote_code: the user's own word, from the flag.
+    """Run the tokenizer code of a local directory. trust_remote_code: the user's consent, from the flag.
 
     Raises ConfigError without transformers, DataError where the code, or what it needs, fails.
     """

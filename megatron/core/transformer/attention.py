@@ -201,8 +201,8 @@ class Attention(MegatronModule):
         if cache is None:
             context = self._attend(query, key, value, inputs)
         else:
-            # Each sequence with its own keys: without padding or masks, and alike whatever stands beside it. Keys are
-            # kept rotated: their positions do not change any more.
+            # Each sequence separately with its keys: without padding or masks, and alike whatever is next to it. Keys
+            # are kept rotated: their positions do not change any more.
             context = self._attend_to_held(query, cache.update(self.layer_number, key, value), cache, inputs)
         return self.apply_gate(context, gate[0]) if gate else context
 
@@ -225,7 +225,7 @@ class Attention(MegatronModule):
         self, query: Tensor, key: Tensor, value: Tensor, layer_inputs: LayerInputs, chosen: Tensor | None = None
     ) -> Tensor:
         """The core, of which selective recomputation keeps only the inputs: [s, b, n * dv]. chosen: see Visible."""
-        # The module's mask type, no bias. Of upstream's arguments only, where they will do: a core may be a user's own.
+        # The module's mask type, no bias. Of upstream's arguments only, where they will do: a core may be a user's.
         mask, _, _, packed_seq_params = layer_inputs
         inputs = (query, key, value, mask, None, None, packed_seq_params, *(() if chosen is None else (chosen,)))
         # Scores and probabilities grow with s * t, their inputs with s + t: the core gives back the most memory.
@@ -289,7 +289,7 @@ class SelfAttention(Attention):
         heads, query_groups, width = config.num_attention_heads, config.num_query_groups, self.head_width
         self.is_rope_fused = uses_fused_rope(config)
         self.gates = self.heads_per_group if config.attention_output_gate else 0
-        # Widths are those of the whole model; make_grouped_parts knows what a rank holds of each.
+        # Widths are the full model's; make_grouped_parts knows what a rank holds of each.
         queries = Part(heads // query_groups * width, name="query")
         group_blocks = (
             queries,
@@ -316,7 +316,7 @@ class SelfAttention(Attention):
         if not self.config.qk_layernorm or norm is None:
             return None
         if self.config.qk_norm_scope == "head":
-            # Each rank normalises its own heads.
+            # Each rank normalises its heads.
             of_head = build_module(norm, self.config, self.head_width, partial_grad_axes=("tp",))
             mark_as_query_key_norm(of_head)
             return of_head
@@ -408,7 +408,7 @@ class CrossAttention(Attention):
         """See Attention; rows of linear_kv are | k v | k v | ..., each group's key and its value."""
         assert key_value_states is not None, "cross-attention needs key_value_states, the other sequence"
         assert rotation is None and not output_gate, "cross-attention has neither rotary positions nor a gate"
-        # Queries come from the decoder's own sequence; only keys and values are the other one's.
+        # Queries come from the decoder's sequence; only keys and values are the other one's.
         with self.offload("qkv_linear"):
             query = self.linear_q(hidden_states)[0].unflatten(-1, (-1, self.head_width))
             packed = self.linear_kv(key_value_states)[0].unflatten(-1, (-1, 2, self.head_width))
@@ -416,8 +416,8 @@ class CrossAttention(Attention):
 
 
 def mark_as_query_key_norm(norm: nn.Module) -> None:
-    """Say that the parameters of a norm are of another kind than those of the layers' norms, so that optimizers and
-    checkpoints can tell them apart."""
+    """Mark the parameters of a norm as another kind than the layers' norms, so that optimizers and checkpoints can tell
+    them apart."""
     for param in norm.parameters():
         place(param, dataclasses.replace(get_placement(param, ""), kind="qk_norm"))
 

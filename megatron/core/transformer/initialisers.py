@@ -10,7 +10,7 @@
 | output layer that is not tied        | init_method_std                                     |
 | scores of attention sinks            | init_method_std                                     |
 
-The MLP's are those of each expert, too. With muP (config_fields/mup.py) the first two are divided by the root of the
+Each expert is initialised like an MLP. With muP (config_fields/mup.py) the first two are divided by the root of the
 width multiplier, the third by the multiplier itself.
 """
 
@@ -42,7 +42,7 @@ def output_initialiser(config: TransformerConfig) -> Initialiser:
     branch that a layer of a GPT does not have counts all the same, as in the reference system."""
     if config.init_method_xavier_uniform:
         return config.output_layer_init_method or xavier_uniform
-    # Each branch adds an output to the residual stream; the variance of the sum is that of one.
+    # Each branch adds an output to the residual stream; the variance of the sum equals one output's.
     branches = (1 if config.is_hybrid_model else 2) * config.num_layers
     narrowing = math.sqrt(float(branches) * config.width_multiplier)
     return config.output_layer_init_method or normal(config.init_method_std / narrowing)
@@ -58,12 +58,12 @@ def few_outputs_initialiser(config: TransformerConfig) -> Initialiser:
 
 
 def embedding_initialiser(config: TransformerConfig) -> Initialiser:
-    """Embeddings: config.embedding_init_method, or a normal distribution with a standard deviation of their own."""
+    """Embeddings: config.embedding_init_method, or a normal distribution with a separate standard deviation."""
     if config.embedding_init_method_std is not None:
         return config.embedding_init_method or normal(config.embedding_init_method_std)
     return config.embedding_init_method or config.init_method or normal(config.init_method_std)
 
 
 def output_layer_initialiser(config: TransformerConfig) -> Initialiser:
-    """An output layer with a weight of its own: config.init_method, or the normal distribution."""
+    """An output layer with a separate weight: config.init_method, or the normal distribution."""
     return config.init_method or normal(config.init_method_std)

@@ -14,8 +14,8 @@ from megatron.core.transformer.rotary import Rotation
 
 
 class LayerInputs(NamedTuple):
-    """Inputs of one layer, and of attention; in upstream's order, so that `layer(hidden_states, *inputs)` calls a layer
-    of a user's own as well. attention_mask and packed_seq_params as in DotProductAttention, causal when None."""
+    """Inputs of one layer, and of attention; in upstream's order, so that `layer(hidden_states, *inputs)` calls a
+    user's own layer as well. attention_mask and packed_seq_params as in DotProductAttention, causal when None."""
 
     attention_mask: Tensor | None = None
     rotation: Rotation | None = None
@@ -24,8 +24,8 @@ class LayerInputs(NamedTuple):
 
 
 class StageInputs(NamedTuple):
-    """Inputs of all layers of a stage. local_rotation: for layers with a sliding window, where these have angles of
-    their own. unrotated: for layers without rotary positions, where these have a factor on queries."""
+    """Inputs of all layers of a stage. local_rotation: for layers with a sliding window, where these have other angles.
+    unrotated: for layers without rotary positions, where these have a factor on queries."""
 
     attention_mask: Tensor | None = None
     rotation: Rotation | None = None

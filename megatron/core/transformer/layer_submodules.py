@@ -40,7 +40,7 @@ class TransformerLayerSubmodules:
             if is_there(getattr(self, name)):
                 yield f"TransformerLayer has no {name}: a layer attends to its own sequence; leave it out"
         for name in ("self_attn_bda", "mlp_bda"):
-            # How dropout and residual are added is the layer's own; upstream's function says the same.
+            # The layer chooses how dropout and residual are added; upstream's function says the same.
             if is_there(given := getattr(self, name)) and getattr(given, "__name__", "") != "get_bias_dropout_add":
                 yield f"TransformerLayer has no {name} but get_bias_dropout_add; give that, or subclass ResidualBranch"
         if self.sharded_state_dict_keys_map:

@@ -51,8 +51,9 @@ class MLPSubmodules:
 
 
 def uses_fused_activation(config: TransformerConfig) -> bool:
-    """Return whether the activation runs as one operation; we need its derivative, and a compiler makes its own."""
-    # A user's own callable has no hand-written derivative; it runs from elementary operations instead.
+    """Return whether the activation runs as one operation; we need its derivative, and a compiler generates kernels
+    itself."""
+    # A user's callable has no hand-written derivative; it runs from elementary operations instead.
     known = build_activation(config).backward_ is not None
     return config.bias_activation_fusion and known and not is_compiled(config, "activation")
 
@@ -111,9 +112,9 @@ class MLP(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
         interleave_size: int | None = None,
     ) -> None:
-        """is_expert: one expert alone, of a program's own. input_size, ffn_hidden_size: outer and inner width; the
-        config's when None. tp_group: the ranks that share it; those of pg_collection when None. interleave_size:
-        channels of a gate's block, see Activation."""
+        """is_expert: a single expert, built by a user's program. input_size, ffn_hidden_size: outer and inner width;
+        the config's when None. tp_group: the ranks that share it; pg_collection's when None. interleave_size: channels
+        of a gate's block, see Activation."""
         super().__init__(config)
         if tp_group is None:
             groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
@@ -121,7 +122,7 @@ class MLP(MegatronModule):
         outer = config.hidden_size if input_size is None else input_size
         width = config.ffn_hidden_size if ffn_hidden_size is None else ffn_hidden_size
         assert width is not None and outer is not None
-        # Only where it says something: layers of a user's own need not know it.
+        # Only where it says something: a user's own layers need not know it.
         divided: dict[str, Any] = {"tp_group": tp_group} | ({"is_expert": True} if is_expert else {})
         self.activation = build_activation(config, interleave_size)
         self.activate = choose_activate(config)

@@ -36,7 +36,7 @@ class MegatronModule(nn.Module):
 
     @take_arguments("prefix sharded_offsets=() metadata=...", "each layer has a key of its own")
     def sharded_state_dict(self, prefix: str = "") -> dict[str, ShardedTensor]:
-        """The parameters as parts of those of the whole model, for dist_checkpointing.save() and load().
+        """The parameters as parts of the full model's parameters, for dist_checkpointing.save() and load().
 
         By prefix + name in this module, so that what load() returns fits load_state_dict() of the same module; the key
         of each ShardedTensor is prefix + name in the whole model, which does not depend on the layout.

@@ -9,8 +9,8 @@
     score  = (qc . kc + R(qr) . R(kr)) * scale        R: rotary positions; all heads have the same kr
     output = Wo [softmax(score) v]
 
-The projections to latent vectors are whole on every tensor-parallel rank, those to heads are divided by heads. With
-sequence parallelism the former work on a rank's own tokens, and what is gathered is narrow.
+The projections to latent vectors are unsharded on every tensor-parallel rank, the ones to heads are divided by heads.
+With sequence parallelism the former work on a rank's tokens, and what is gathered is narrow.
 
 Generation keeps ck and R(kr) of each token, rk + p numbers instead of n (d + p + dv). For few new tokens it moves the
 projections from the keys and values of all tokens to the queries and outputs of the new ones (the absorbed form,
@@ -183,7 +183,7 @@ class MLASelfAttention(Attention):
         output_gate: bool = False,
         rotation: Rotation | None = None,
     ) -> tuple[Tensor, ...]:
-        """See Attention; all n heads have keys of their own."""
+        """See Attention; all n heads have different keys."""
         assert key_value_states is None, "latent attention has one sequence"
         assert not output_gate, "latent attention has no gate"
         return self._make_heads(*self._make_latents(hidden_states), rotation)

@@ -9,7 +9,7 @@ The fused RMSNorm keeps its input and one number per token. Its backward, with g
     dx = r * (g - x * r^2 * mean(g * x)),  dw = sum over tokens of dy * x * r
 
 is LayerNorm's backward at m = 0 plus the term r * mean(g) which LayerNorm subtracts, so torch's one-pass kernel does
-the work on the CPU, where torch has no RMSNorm kernel of its own.
+the work on the CPU, where torch has no RMSNorm kernel.
 
 Where kernels run (megatron/core/kernels/norm.py) one of ours adds x to the residual stream, normalises the sum, and in
 backward adds what comes along the stream.
@@ -45,7 +45,7 @@ _WIDEST = 8192
 
 
 def uses_fused_norm(config: TransformerConfig) -> bool:
-    """Return whether norms run as one operation; a compiler makes its own from the elementary ones."""
+    """Return whether norms run as one operation; a compiler fuses the elementary ones."""
     return config.persist_layer_norm and not is_compiled(config, "norm")
 
 
@@ -59,10 +59,10 @@ def has_norm_kernel(config: TransformerConfig) -> bool:
 class Norm(MegatronModule, ABC):
     """A weight of ones; stored as zeros, and one added in use, with layernorm_zero_centered_gamma.
 
-    normalise: the norm with everything around it, in the number format of the weight.
+    normalise: the norm with everything around it, in the weight's dtype.
     joins_stream: whether a kernel may take the sums of the residual stream, too, so that nobody sees their gradients.
 
-    partial_grad_axes: axes whose ranks each normalise a part of the input; those of sequence parallelism when None.
+    partial_grad_axes: axes whose ranks each normalise a part of the input; the sequence-parallel ones when None.
     """
 
     normalise: Callable[..., Tensor]
@@ -83,7 +83,7 @@ class Norm(MegatronModule, ABC):
         # Stored around zero, the weight is pulled by weight decay towards a norm that changes nothing.
         self.zero_centered = config.layernorm_zero_centered_gamma
         self.is_fused = uses_fused_norm(config)
-        # With sequence parallelism each rank normalises its own tokens only.
+        # With sequence parallelism each rank normalises only its tokens.
         by_sequence = ("tp",) if config.sequence_parallel else ()
         self.partial = by_sequence if partial_grad_axes is None else tuple(partial_grad_axes)
         self.weight = declare_parameter(
@@ -110,7 +110,7 @@ class Norm(MegatronModule, ABC):
     def forward(
         self, x: Tensor, *, bias: Tensor | None = None, residual: Tensor | None = None, returns_sum: bool = False
     ) -> Any:
-        """Normalise x [..., h] -> [..., h] in the number format of the weight.
+        """Normalise x [..., h] -> [..., h] in the weight's dtype.
 
         returns_sum: normalise x + bias + residual, [h] and [..., h], either left out, and return that sum as well, for
         what goes on from it to another place. Only where `can_join` says so. Overwrites x where there is a residual.
@@ -191,7 +191,7 @@ class NormWithoutParameters(MegatronModule):
         self.normalise = compiled(self.normalise)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x: [..., h] -> [..., h] in the number format of the model."""
+        """Normalise x: [..., h] -> [..., h] in the model's dtype."""
         return self.normalise(x, self.eps).to(self.dtype)
 
 
@@ -207,7 +207,7 @@ class HeadL2Norm(MegatronModule):
         self.normalise = compiled(self.normalise)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise each head's channels: [..., d] -> [..., d] in x's number format, computed in float32."""
+        """Normalise each head's channels: [..., d] -> [..., d] in x's dtype, computed in float32."""
         return self.normalise(x, self.config.layernorm_epsilon)
 
 
@@ -256,7 +256,7 @@ def build_norm(
     return norms[config.normalization](config, hidden_size, eps, partial_grad_axes)
 
 
-# ---- regions: a norm with the scale as it is stored, and the number formats of a residual stream in float32
+# ---- regions: a norm with the scale as it is stored, and the dtypes of a residual stream in float32
 
 
 def _fused_rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
@@ -287,8 +287,7 @@ def _scale(weight: Tensor, zero_centered: bool) -> Tensor:
 
 
 def normalise_length(x: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) over the last dimension: [..., d] -> [..., d] in x's number format, computed in
-    float32."""
+    """x / sqrt(mean(x^2) + eps) over the last dimension: [..., d] -> [..., d] in x's dtype, computed in float32."""
     wide = at_least_float32(x)
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -304,7 +303,7 @@ class _FusedRMSNorm(torch.autograd.Function):
         # The norm sums squares in one pass without storing them; sqrt and square cancel in what follows.
         rstd = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
         rstd.square_().div_(width).add_(eps).rsqrt_()
-        # Not the output: it is rows * rstd * weight, and whoever reads it keeps it.
+        # Not the output: it is rows * rstd * weight, and its readers save it.
         ctx.save_for_backward(rows, weight, rstd)
         # _unsafe_view: a fresh tensor, not a view, so that the caller may go on in place.
         return torch.ops.aten._unsafe_view(torch.mul(rows, rstd).mul_(weight), x.shape)
@@ -367,10 +366,10 @@ class _KernelNorm(torch.autograd.Function):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension; x [..., h], weight [h]. Computes in float32, returns x's format."""
-    # Elsewhere torch has a kernel of its own, which also computes statistics in float32.
+    # Elsewhere torch has a kernel, which also computes statistics in float32.
     if not is_cpu(x) or not is_wide(x):
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    if torch.is_inference_mode_enabled():  # nothing is kept; of torch's own operations one is longer than these
+    if torch.is_inference_mode_enabled():  # nothing is kept; of torch's operations one is longer than these
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         # An operation takes a tensor of one number in a fifth of the time that it takes for a Python number.
         factor = torch.addcmul(x.new_full((), eps), length, length, value=1 / x.shape[-1]).rsqrt_()

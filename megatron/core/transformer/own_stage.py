@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process's own stage of the pipeline, for callers that hand over all, some or none of what says which it is."""
+"""This process's stage of the pipeline, for callers that pass all, some or none of what identifies it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def find_own_stage(
 ) -> tuple[VirtualStages, int]:
     """Find the pipeline and the virtual stage in it. The groups are those given, else the current ones.
 
-    pp_rank: the process of the pipeline, this one when None. Programs that make their own groups have no current ones,
-    and need none here where the config alone decides: with one stage, or with pp_rank. Elsewhere they get the error of
+    pp_rank: the process of the pipeline, this one when None. Programs that make their groups have no current ones, and
+    need none here where the config alone decides: with one stage, or with pp_rank. Elsewhere they get the error of
     `ProcessGroupCollection.current()`.
     """
     shape = build_virtual_stages(config)

@@ -32,7 +32,7 @@ Body = Callable[[Tensor, LayerInputs, Tensor], LayerOutput]
 
 def uses_fused_bias_dropout(config: TransformerConfig) -> bool:
     """Return True where bias, dropout and residual work in place; a compiler fuses the plain form itself, and a sum of
-    two number formats needs memory of its own."""
+    two dtypes needs new memory."""
     return config.bias_dropout_fusion and not is_compiled(config, "residual") and not config.fp32_residual_connection
 
 
@@ -168,15 +168,14 @@ def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, prob: flo
     keeps; x, residual [s, b, h], bias [h] or None, prob of dropping an element."""
     if bias is not None:
         x = x.add_(bias)
-    # Dropout makes a tensor of its own and keeps its mask; without it the sum is all that happens.
+    # Dropout makes a new tensor and keeps its mask; without it the sum is all that happens.
     if training and prob > 0.0:
         x = F.dropout(x, p=prob)
     return x.add_(residual)
 
 
 def bias_dropout_add_reference(x: Tensor, bias: Tensor | None, residual: Tensor, prob: float, training: bool) -> Tensor:
-    """residual + dropout(x + b) out of place, in elementary operations; the arguments are those of
-    `bias_dropout_add`."""
+    """residual + dropout(x + b) out of place, in elementary operations; the arguments are as for `bias_dropout_add`."""
     if bias is not None:
         x = x + bias
     return residual + F.dropout(x, p=prob, training=training)

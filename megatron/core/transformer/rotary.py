@@ -56,7 +56,7 @@ def apply_rotary(x: Tensor, rotation: Rotation) -> Tensor:
     # With --rotary-percent below 1 the rest of a head carries no position.
     is_whole = rotation.channels == x.shape[-1]
     turned = x if is_whole else x[..., : rotation.channels]
-    # The gradients of two chunks are put side by side, those of two slices padded with zeros and added.
+    # The gradients of two chunks are put side by side, the gradients of two slices padded with zeros and added.
     x1, x2 = _pairs(turned, True) if rotation.interleaved else turned.chunk(2, dim=-1)
     cos, sin = _angles(rotation, x)
     y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin

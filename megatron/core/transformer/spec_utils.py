@@ -32,7 +32,7 @@ def build_module(spec_or_module: ModuleSpec | Callable[..., Any], *args: Any, **
         return spec(*args, **kwargs)
     if spec.submodules is not None:
         kwargs["submodules"] = spec.submodules
-    # A name in both is an error of Python's own: a spec cannot silently replace what the builder gives.
+    # A name in both is an error that Python raises: a spec cannot silently replace what the builder gives.
     return spec.module(*args, **spec.params, **kwargs)
 
 

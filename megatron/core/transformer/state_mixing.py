@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hidden state mixing: while it trains, a depth of multi-token prediction goes on from states of any depth before it.
 
-    depth k continues token i from h_u[i + k - u], u drawn from {0, ..., k}: its own newest state, h_k[i], or an earlier
+    depth k continues token i from h_u[i + k - u], u drawn from {0, ..., k}: its newest state, h_k[i], or an earlier
     depth's state of the later token that has read as much
 
-so that it learns to continue from the decoder's own states and not from drafts alone. What stands behind the end of a
+so that it learns to continue from the decoder's states and not only from drafts. What stands behind the end of a
 document is replaced by h_k[i]. Draws are a hash of the sequence's tokens: the same in every layout, and after a resume,
 without generators whose state would have to be kept.
 """
@@ -28,8 +28,8 @@ class StateMixing:
     """The states of one microbatch's depths, and the draws among them."""
 
     def __init__(self, tokens: Tensor, sequence: Group, shift: Callable[[Tensor], Tensor]) -> None:
-        """tokens: [b, s] int64, those of the decoder. sequence: the ranks that share it. shift: moves what belongs to
-        its tokens, [b, s, ...], one place towards the beginning of their document, zeros behind its end."""
+        """tokens: [b, s] int64, the decoder's. sequence: the ranks that share it. shift: moves what belongs to its
+        tokens, [b, s, ...], one place towards the beginning of their document, zeros after its end."""
         self._shift = shift
         self._present = torch.ones_like(tokens)
         place = torch.arange(tokens.shape[1] * sequence.size(), device=tokens.device)
@@ -43,7 +43,7 @@ class StateMixing:
         """Of each depth its states and whether there is one, both moved to the token that may continue from them."""
 
     def mix(self, newest: Tensor) -> Tensor:
-        """Return the states that the next depth continues from, given those of the last one; [b, s, h] each."""
+        """Return the states that the next depth continues from, given the states of the last one; [b, s, h] each."""
         self._earlier = [(self._shift(states), self._shift(present)) for states, present in self._earlier]
         depth = len(self._earlier)
         drawn = self.draw(depth)

@@ -43,7 +43,7 @@ class TransformerConfig(
     ProgramFields,
     AttentionFields,
 ):
-    """Shape, number formats and kernels of a transformer.
+    """Shape, dtypes and kernels of a transformer.
 
     Fields left None that have a derived value (ffn_hidden_size, kv_channels, num_query_groups) are filled in on
     construction. Raises ConfigError with every problem: values out of range, and fields that contradict each other.
@@ -107,7 +107,7 @@ class TransformerConfig(
     @property
     def rotary_width(self) -> int:
         """Channels of a query or key head that rotary positions concern; of them --rotary-percent are rotated. A kind
-        of attention that rotates a part of a head of its own has a config that says otherwise."""
+        of attention that rotates a separate part of a head overrides it in its config."""
         return self.qk_pos_emb_head_dim if self.multi_latent_attention else self.query_width
 
     @property

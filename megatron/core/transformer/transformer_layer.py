@@ -77,7 +77,7 @@ class TransformerLayer(MegatronModule):
     ) -> None:
         """layer_number: this layer in the whole model, counted from 1. expected_config: fields of the config that the
         layer's spec was made for; raises ConfigError where the config has other values. execution_type: who chooses
-        what surrounds the formula. plan: the layer's; that of its number in the config's plan when None."""
+        what surrounds the formula. plan: the layer's; the one of its number in the config's plan when None."""
         super().__init__(config)
         if problems := list(submodules.problems()):
             raise ConfigError(problems)
@@ -107,7 +107,7 @@ class TransformerLayer(MegatronModule):
         return hidden_states
 
     def global_parameter_name(self, name: str) -> str:
-        """See `list_global_names`: our own name, whatever the spec calls a weight."""
+        """See `list_global_names`: our name, whatever the spec calls a weight."""
         return find_own_name(name)
 
     def compile_regions(self, compiled: Compile[Any]) -> None:

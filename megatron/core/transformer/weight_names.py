@@ -9,7 +9,7 @@
 and with engine the convolution of Mamba-2 is mixer.conv1d_weight, not mixer.conv1d.weight.
 
 They are what named_parameters(), state_dict() and their like show, and converters match. Placements, and with them
-initial numbers, checkpoints and the order in memory, have our own names in any case (`find_own_name`).
+initial numbers, checkpoints and the order in memory, always have our names (`find_own_name`).
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def find_own_name(name: str) -> str:
 
 
 def name_weights(layer: nn.Module, names: WeightNames) -> None:
-    """Give the weights of a layer that was built with our own names the names of a spec."""
+    """Give the weights of a layer that was built with our names the names of a spec."""
     if names == "own":
         return
     experts: Any = _find(layer, "mlp.experts")
-    # Experts of a user's own have the names that he gave them.
+    # A user's own experts have the names that the user gave them.
     if experts is not None and hasattr(experts, "show_experts"):
         experts.show_experts(names)
     for path, of_norm in _FUSED.items() if names == "engine" else ():
@@ -93,8 +93,8 @@ class _Lending:
 
 
 def _lend_parameters(norm: nn.Module, product: Any, prefix: str) -> None:
-    """Move a norm's parameters to the projection behind it, as layer_norm_weight and layer_norm_bias, or those of
-    another module to another one under names with this prefix."""
+    """Move a norm's parameters to the projection after it, as layer_norm_weight and layer_norm_bias, or another
+    module's to another one under names with this prefix."""
     names = tuple(name for name, param in norm._parameters.items() if param is not None)
     for name in names:
         product.register_parameter(f"{prefix}{name}", norm._parameters.pop(name))
@@ -105,7 +105,7 @@ def _lend_parameters(norm: nn.Module, product: Any, prefix: str) -> None:
 
 @functools.cache
 def _lending_class(norm_class: type[nn.Module], names: tuple[str, ...], prefix: str) -> type[nn.Module]:
-    """The class of norm with these parameters, looked up where they are: whoever replaces them replaces them there."""
+    """The class of norm with these parameters, looked up where they are: replacing them replaces them there."""
 
     def look_up(name: str) -> property:
         return property(lambda norm: getattr(norm.holder[0], prefix + name))

@@ -44,7 +44,7 @@ def get_batch_on_this_tp_rank(
     """The batch of the first tensor-parallel rank on all of them.
 
     batch: needed there only. broadcast_src_rank: global rank, the group's first when None. broadcast_group: the current
-    tensor-parallel group when None. Training here needs no such call: every rank reads its own samples.
+    tensor-parallel group when None. Training here needs no such call: every rank reads its samples.
     """
     group = broadcast_group if broadcast_group is not None else ProcessGroupCollection.current().tp
     if group.size() == 1:
@@ -64,8 +64,8 @@ def flatten_batch_for_packed_sequences(batch: Mapping[str, Tensor]) -> tuple[dic
 
 
 class CurrentBatchSize:
-    """State behind the functions below: upstream keeps one calculator per process, and so do these facades. Our own
-    programs hand a NumMicrobatchesCalculator to whoever needs it."""
+    """State behind the functions below: upstream keeps one calculator per process, and so do these facades. Our
+    programs pass a NumMicrobatchesCalculator to what needs it."""
 
     calculator: ClassVar[NumMicrobatchesCalculator | None] = None
     consumed_samples: ClassVar[int] = 0

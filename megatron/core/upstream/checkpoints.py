@@ -109,7 +109,7 @@ class FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy):
 
 
 class StrictHandling(enum.Enum):
-    """Treatment of keys that a checkpoint holds beyond those asked for; the values are those of `strict`."""
+    """Treatment of keys that a checkpoint holds beyond the requested ones; the values of `strict`."""
 
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
     LOG_UNEXPECTED = "log_unexpected"

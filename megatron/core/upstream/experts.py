@@ -61,7 +61,7 @@ def apply_random_logits(logits: Tensor) -> Tensor:
 
 
 class RouterGatingLinearFunction:
-    """The router's product in a number format of its own."""
+    """The router's product in a separate dtype."""
 
     @staticmethod
     def apply(

@@ -107,7 +107,7 @@ class L2Norm(nn.Module):
         self.hidden_size, self.eps = hidden_size, eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., h] -> [..., h] in x's number format, computed in float32."""
+        """[..., h] -> [..., h] in x's dtype, computed in float32."""
         return normalise_length(x, self.eps)
 
 
@@ -120,7 +120,7 @@ def get_fp8_context(config: Any, layer_no: int = -1, is_init: bool = False) -> A
 
 
 def correct_amax_history_if_needed(model: Any) -> None:
-    """Nothing: maxima of 8-bit numbers are kept by our own layers, which need no correction."""
+    """Nothing: maxima of 8-bit numbers are kept by our layers, which need no correction."""
 
 
 def split_along_dim(mixed_x_layer: Tensor, split_dim: int, split_size_or_sections: Any) -> tuple[Tensor, ...]:

@@ -120,7 +120,7 @@ class DynamicInferenceRequest(InferenceRequest):
 
 @dataclass
 class DynamicInferenceRequestRecord:
-    """A finished request; upstream's has one entry for each time that it was begun anew, ours has one."""
+    """A finished request; upstream's has one entry for each time that it was restarted, ours has one."""
 
     requests: list[DynamicInferenceRequest]
 

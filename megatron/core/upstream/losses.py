@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's names around losses beside the main one: further tokens, and what a loop of one's own logs of them."""
+"""Upstream's names around losses in addition to the main one: MTP losses, and what a user's loop logs of them."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def get_mtp_layer_offset(config: TransformerConfig, vp_stage: int | None = None)
 
 
 class _LossAutoScaler:
-    """Hangs a loss on a tensor; the losses of our own layers are scaled by the schedule and need nothing of this."""
+    """Hangs a loss on a tensor; the losses of our layers are scaled by the schedule and need nothing of this."""
 
     scale: ClassVar[AuxiliaryLossScale]
 
     @classmethod
     def apply(cls, output: Tensor, loss: Tensor) -> Tensor:
-        """The tensor, whose backward also is that of the scalar loss times the scale of that moment."""
+        """The tensor, whose backward also runs the backward of the scalar loss times the scale of that moment."""
         return attach_auxiliary_loss(output, loss, cls.scale)
 
     @classmethod
@@ -66,7 +66,7 @@ class _LossAutoScaler:
 
 
 class MTPLossAutoScaler(_LossAutoScaler):
-    """For losses of further tokens."""
+    """For MTP losses."""
 
     scale = AuxiliaryLossScale()
 
@@ -78,8 +78,8 @@ class MoEAuxLossAutoScaler(_LossAutoScaler):
 
 
 class MTPLossLoggingHelper:
-    """Sums up losses of further tokens by depth until they are logged: those that a program saves here. The losses of
-    GPTModel itself are taken by `model.mtp_loss.take_sums()`."""
+    """Sums up the MTP losses that a program saves here, by depth, until they are logged. The losses of GPTModel itself
+    are taken by `model.mtp_loss.take_sums()`."""
 
     tracker: ClassVar[dict[str, Any]] = {}
     """values [depths], reduce_group, avg_group; empty before the first loss."""
@@ -103,7 +103,7 @@ class MTPLossLoggingHelper:
 
     @classmethod
     def clean_loss_in_tracker(cls) -> None:
-        """Begin anew."""
+        """Start again."""
         if "values" in cls.tracker:
             cls.tracker["values"].zero_()
             cls.tracker.update(reduce_group=None, avg_group=None)
@@ -129,7 +129,7 @@ class MTPLossLoggingHelper:
         wandb_writer: Any = None,
         total_loss_dict: MutableMapping[str, Any] | None = None,
     ) -> None:
-        """Write the values times loss_scale as "mtp_1 loss", ..., add them to total_loss_dict, and begin anew."""
+        """Write the values times loss_scale as "mtp_1 loss", ..., add them to total_loss_dict, and start again."""
         cls.reduce_loss_in_tracker()
         for depth, value in enumerate(cls.tracker.get("values", ()), start=1):
             name, loss = f"mtp_{depth} loss", value * loss_scale

@@ -82,7 +82,7 @@ def refuse(module: str, name: str, sentence: str) -> Any:
 
 
 class UpstreamNames:
-    """Finds modules that the table mentions; all others are left to Python's own finders.
+    """Finds modules that the table mentions; all others are left to Python's finders.
 
     A finder by its methods, without importlib.abc, whose import would make every start a tenth slower.
     """
@@ -98,7 +98,7 @@ class UpstreamNames:
         self._packages = {parent for module in (*defined, *self.refused) for parent in _list_parents(module)}
 
     def install(self) -> None:
-        """Put this finder before Python's own ones."""
+        """Put this finder before Python's."""
         # Behind them it would not be asked about modules that have a file.
         sys.meta_path.insert(0, self)
 
@@ -126,7 +126,7 @@ class UpstreamNames:
                 made.submodule_search_locations += folder
             return made
         if isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-            # Python's own loader with one step more, so that byte code, tracebacks and `inspect` work as always.
+            # Python's loader with one step more, so that byte code, tracebacks and `inspect` work as always.
             spec.loader = _FileLoader(spec.loader.name, spec.loader.path, self)
         return spec
 
@@ -156,7 +156,7 @@ class UpstreamNames:
 
 
 class _TableLoader:
-    """Makes a module that has no file: its names are those of the table."""
+    """Makes a module that has no file: its names come from the table."""
 
     def __init__(self, names: UpstreamNames) -> None:
         self.names = names

@@ -111,7 +111,7 @@ class PipelineParallelLayerLayout:
     def get_layer_id_list(
         self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> list[int]:
-        """Numbers, counted from 0 among those of this kind, of a stage's layers."""
+        """Numbers, counted from 0 among the layers of this kind, of a stage's layers."""
         rank, chunk = self._place(vp_stage, pp_rank)
         first = self.get_layer_offset(layer_type, chunk, rank)
         return list(range(first, first + self.layout[rank][chunk].count(layer_type)))

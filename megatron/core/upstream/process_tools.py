@@ -32,7 +32,7 @@ T = TypeVar("T")
 HAVE_FA3 = False
 """FlashAttention 3 is never imported; --attention-backend flash takes torch's kernel."""
 _batched_p2p_ops = None
-"""Replaced by programs for devices of their own. Nothing reads it: stages exchange by megatron.core.collectives."""
+"""Replaced by programs for custom devices. Nothing reads it: stages exchange by megatron.core.collectives."""
 
 
 # ---- versions
@@ -144,7 +144,7 @@ def has_config_logger_enabled(config: Any) -> bool:
 
 
 def log_config_to_disk(config: Any, dict_data: Mapping[str, Any], prefix: str = "", rank_str: str = "") -> None:
-    """Write arguments as JSON to config.config_logger_dir. prefix: begins the file's name; that of the class of
+    """Write arguments as JSON to config.config_logger_dir. prefix: begins the file's name; the class of
     dict_data["self"] when empty. rank_str: this process; its global rank when empty."""
     if not has_config_logger_enabled(config):
         raise ConfigError("log_config_to_disk() needs config.config_logger_dir; it is not set")
@@ -177,7 +177,7 @@ def get_pg_rank(group: Group | None = None) -> int:
 def get_tensor_model_parallel_group_if_none(
     tp_group: Group | None, is_expert: bool = False, check_initialized: bool = True
 ) -> Group | None:
-    """The group itself, or where it is None the current tensor-parallel one, that of experts with is_expert.
+    """The group itself, or where it is None the current tensor-parallel one, the experts' with is_expert.
     check_initialized: raise RuntimeError where there are no groups yet; else return None."""
     if tp_group is not None or not (check_initialized or ProcessGroupCollection.has_current()):
         return tp_group
@@ -244,7 +244,7 @@ class RankGenerator:
 
 
 def check_param_hashes_across_dp_replicas(model: Iterable[nn.Module], cross_check: bool = False) -> bool:
-    """Return whether this process's parameters are those of its first replica, bit for bit. cross_check: whether all
+    """Return whether this process's parameters equal its first replica's bit for bit. cross_check: whether all
     replicas' are; every process then gets the same answer."""
     groups = ProcessGroupCollection.current()
     hashes: dict[bool, dict[str, str]] = {False: {}, True: {}}
@@ -278,7 +278,7 @@ def send_to_next_pipeline_rank(tensor: Tensor, pp_group: Group | None = None) ->
 def broadcast_from_last_pipeline_stage(
     size: Sequence[int], dtype: torch.dtype, tensor: Tensor | None = None, pp_group: Group | None = None
 ) -> Tensor:
-    """The last stage's tensor, of this shape and number format, on all stages. tensor: needed there only."""
+    """The last stage's tensor, of this shape and dtype, on all stages. tensor: needed there only."""
     group = pp_group if pp_group is not None else ProcessGroupCollection.current().pp
     last = group.size() - 1
     if group.rank() != last:

@@ -84,7 +84,7 @@ for _sentence, _rows in _REFUSED.items():
         REFUSED.setdefault(_place, {}).update(dict.fromkeys(_names, _sentence))
 
 # Each is the rest of a sentence, "MODULE does not exist here: ...", of what programs import in a try, or not at all. A
-# row hides what it names, a file of ours too: whoever builds such a module removes its row.
+# row hides what it names, even a file of ours: adding such a module means removing its row.
 ABSENT: dict[str, str] = {
     "megatron.core.datasets.indexed_dataset._IndexReader": "it is private; use IndexedDataset",
     "megatron.core.datasets.multimodal_dataset": _IMAGES,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's ways to describe the tensors of modules of programs' own to a checkpoint."""
+"""Upstream's ways to describe the tensors of a program's modules to a checkpoint."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def make_sharded_tensors_for_checkpoint(
     tp_group: Group | None = None,
     dp_cp_group: Group | None = None,
 ) -> dict[str, ShardedTensor]:
-    """The tensors of a module by prefix + name; those of the map are divided along its axis, the others are whole.
+    """The tensors of a module by prefix + name; the map's are divided along its axis, the others are unsharded.
 
     What ends with extra_state_suffix is left out: layers here have none. Raises ConfigError for sharded_offsets.
     """
@@ -70,7 +70,7 @@ def sharded_state_dict_default(
     metadata: dict[str, Any] | None = None,
     tp_group: Group | None = None,
 ) -> dict[str, ShardedTensor]:
-    """The module's own sharded_state_dict, or where it has none its tensors as whole ones."""
+    """The module's sharded_state_dict, or where it has none its tensors as unsharded ones."""
     own = getattr(module, "sharded_state_dict", None)
     if own is not None:
         result: dict[str, ShardedTensor] = own(prefix=prefix, sharded_offsets=sharded_offsets, metadata=metadata)
@@ -86,7 +86,7 @@ def apply_swiglu_sharded_factory(
     tp_group: Group | None = None,
     dp_group: Group | None = None,
 ) -> ShardedTensor:
-    """The same shard as rank after rank has (gate | up) of its own, so that all gates stand before all ups in the whole
+    """The same shard where each rank in turn has a local (gate | up), so that all gates are before all ups in the full
     tensor. Raises ConfigError for singleton_local_shards, sharded_offsets, and a shard that has parts already."""
     _check_offsets(sharded_offsets)
     rows, whole = original_sh_ten.data.shape[0], original_sh_ten.global_shape

@@ -125,7 +125,7 @@ utils @watching StragglerDetector
 """,
 )
 
-# Upstream's files hold these beside their own names, and models of programs' own take them by `import *`.
+# Upstream's files hold these in addition to the names they define, and users' models take them by `import *`.
 _EVERYWHERE = """
 typing Any Callable List Optional Tuple Union
 torch Tensor torch=

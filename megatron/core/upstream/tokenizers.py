@@ -31,7 +31,7 @@ _OPTIONS = {
 
 
 class MegatronTokenizer:
-    """Makes tokenizers from a path and its metadata; it has no instances of its own."""
+    """Makes tokenizers from a path and its metadata; it has no instances."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> MegatronTokenizer:
         """Refused."""
@@ -76,8 +76,8 @@ class MegatronTokenizer:
     ) -> None:
         """Write tokenizer_metadata.json beside the tokenizer, or to metadata_path.
 
-        Raises ConfigError for an unknown library, for a class of one's own (code is never run), and for a file that is
-        there already unless `overwrite`.
+        Raises ConfigError for an unknown library, for a user's class (code is never run), and for a file that is there
+        already unless `overwrite`.
         """
         if tokenizer_library not in LIBRARIES:
             raise ConfigError(f"tokenizer_library {tokenizer_library!r} is unknown; use one of {', '.join(LIBRARIES)}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Doors for upstream's ways to find slow ranks and wrong results: a loop of one's own looks for neither."""
+"""Doors for upstream's ways to find slow ranks and wrong results: a user's loop looks for neither."""
 
 from __future__ import annotations
 

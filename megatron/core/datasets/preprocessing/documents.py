@@ -53,7 +53,7 @@ class SentenceSplitter:
         return [part for at in windows for part in self._punkt.tokenize(text[at : at + _WINDOW_CHARACTERS])]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Made anew in a process that is not forked: nltk's objects do not pickle their patterns."""
+        """Built again in a process that is not forked: nltk's objects do not pickle their patterns."""
         return _splitter, self._settings
 
 
@@ -114,7 +114,7 @@ def _table(path: Path) -> list[list[str]]:
 
 
 def _language_variables(keep_newlines: bool) -> Any:
-    """Return how Punkt finds possible ends of sentences; None for its own way."""
+    """Return the variables by which Punkt finds possible ends of sentences; None for its defaults."""
     if not keep_newlines:
         return None
     punkt = optional_deps.require("nltk.tokenize.punkt", needed_by=_NEEDED_BY)

@@ -127,7 +127,7 @@ def _zstandard(path: str) -> Any:
 
 
 class _ZstdReader:
-    """Reads frames one after the other, in bounded memory, and notices a missing end (the library's own reader does
+    """Reads frames one after the other, in bounded memory, and notices a missing end (the library's reader does
     not)."""
 
     def __init__(self, path: str, raw: IO[bytes]) -> None:
@@ -153,7 +153,7 @@ class _ZstdReader:
             if self._frame is not None:
                 raise _TruncatedZstd
             return None
-        # A file may be several frames, one after the other; each needs a decompressor of its own.
+        # A file may be several frames, one after the other; each needs another decompressor.
         if self._frame is None:
             self._frame = self._library.ZstdDecompressor().decompressobj()
         try:
@@ -227,7 +227,7 @@ def read_chunks(
 ) -> Iterator[Chunk]:
     """All lines of all files in order. Memory: about chunk_bytes, or max_line_bytes where a line is that long.
 
-    A line that goes on beyond the limit ends the reading at once, or with `cut_long_lines` becomes a chunk of its own.
+    A line that goes on beyond the limit ends the reading at once, or with `cut_long_lines` becomes a separate chunk.
     Raises DataError for such a line, a damaged .gz file and a file that changes while it is read, StorageError where
     reading fails.
     """

@@ -217,7 +217,7 @@ def _make_layer_spec(
         raise ConfigError("use_kitchen asks for a package that is not used here; leave it out, and give fp8_recipe")
     spec = get_gpt_layer_spec(multi_latent_attention=bool(multi_latent_attention), names=names)
     asked = {name: value for name, value in asked.items() if value}
-    if asked:  # a layer class of a user's own may take no such argument
+    if asked:  # a user's own layer class may not take this argument
         spec.params["expected_config"] = asked
     if "num_moe_experts" in asked:
         spec.submodules.mlp = spec.submodules.moe  # where programs look for the experts' spec
@@ -304,7 +304,7 @@ def get_gpt_mtp_block_spec(
         return None
     specs = spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else spec
     of_layer = specs if isinstance(specs, ModuleSpec) else specs[-1] if specs else None
-    if of_layer is None:  # a stage without layers: those of the decoder's last one are not among the given ones
+    if of_layer is None:  # a stage without layers: the decoder's last layer is not among the given ones
         of_layer = get_gpt_decoder_layer_specs(config, use_transformer_engine)[-1]
     layer = ModuleSpec(
         module=MultiTokenPredictionLayer,

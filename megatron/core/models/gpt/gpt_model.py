@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPTModel: embedding, transformer layers, output layer, loss; or those of them that lie on one pipeline stage."""
+"""GPTModel: embedding, transformer layers, output layer and loss, or the ones of them on one pipeline stage."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class GPTModel(LanguageModule):
         shape, is_tied = fit_virtual_stages(config, pp), self.share_embeddings_and_output_weights
         stage = shape.index(pp.rank(), chunk)
         self.states_in = config.count_states_between_stages(shape)[stage - 1] if stage else 1
-        """Hidden states that come from the stage before: one, or one and those of multi-token prediction."""
+        """Hidden states that come from the stage before: one, or one and one for each MTP depth."""
         self.predicts_further = build_pipeline_layout(config, shape)[stage].has_prediction
         """True if the layers of multi-token prediction lie here."""
         self.reuses_end_weights = is_tied or config.mtp_num_layers is not None or config.loss_chunk_size is not None
@@ -176,14 +176,14 @@ class GPTModel(LanguageModule):
         return self.output_layer.weight if self.post_process else None
 
     def _find_embedding(self) -> LanguageModelEmbedding | None:
-        """This chunk's embedding, or that of an earlier chunk on this process; None where there is neither."""
+        """This chunk's embedding, or an earlier chunk's on this process; None where there is neither."""
         if self._embedding_elsewhere:
             return self._embedding_elsewhere[0]
         return getattr(self, "embedding", None)
 
     def share_embedding_of(self, chunk: GPTModel) -> None:
         """Share the embedding of an earlier chunk on this process, which stays its owner."""
-        # In a tuple, so that this module does not register it as a part of its own.
+        # In a tuple, so that this module does not register it as a child.
         self._embedding_elsewhere = (chunk.embedding,)
 
     def forward(
@@ -258,14 +258,14 @@ class GPTModel(LanguageModule):
         packed_seq_params: PackedSeqParams | None = None,
         padding_mask: Tensor | None = None,
     ) -> tuple[Tensor, StageInputs, None, None, None, Tensor | None]:
-        """Return what enters the decoder, [s, b, h], and what its layers read beside it, in upstream's order: (decoder
-        input, rotary_pos_emb, rotary_pos_cos, rotary_pos_sin, sequence_len_offset, padding mask).
+        """Return what enters the decoder, [s, b, h], and what its layers read in addition, in upstream's order:
+        (decoder input, rotary_pos_emb, rotary_pos_cos, rotary_pos_sin, sequence_len_offset, padding mask).
 
         Programs override it, or hand the second to `decoder(rotary_pos_emb=...)`. An override may give upstream's
-        angles [s, 1, 1, channels] in its place. On stages behind multi-token prediction the input is that of all
-        depths, one below the other.
+        angles [s, 1, 1, channels] in its place. On stages after multi-token prediction the input has all depths, one
+        below the other.
         """
-        if packed_seq_params is None and decoder_input is None:  # positions of packed documents begin anew at each
+        if packed_seq_params is None and decoder_input is None:  # positions start again at each packed document
             longest = input_ids.shape[1] * self.pg_collection.cp.size()
             self._check_length(longest if inference_context is None else inference_context.layout.longest)
         states = 1 if decoder_input is not None else self.states_in
@@ -301,7 +301,7 @@ class GPTModel(LanguageModule):
         if self.config.mtp_num_layers is not None and inference_context is None:
             length = self._sequence_length(hidden_states, sequence)
             shift = TokenShift(sequence, None if packed_seq_params is None else packed_seq_params.layout(length))
-        # Where logits are asked for, nobody asks for further tokens; the next stage expects them in any case.
+        # A call for logits needs no MTP tokens; the next stage expects them in any case.
         if self.predicts_further and shift is not None and (labels is not None or not self.post_process):
             states = hidden_states if streams is None else streams
             further = self.mtp(input_ids, position_ids, states, self._find_embedding(), shift, rotary_pos_emb)
@@ -320,8 +320,7 @@ class GPTModel(LanguageModule):
         return self.compute_loss_of_states(labels, hidden_states, self._compute_logits)
 
     def _find_sequence(self, packed_seq_params: PackedSeqParams | None) -> Group:
-        """Return the ranks that share the sequence; with hybrid context parallelism every batch has a group of its
-        own."""
+        """Return the ranks that share the sequence; with hybrid context parallelism every batch has another group."""
         if packed_seq_params is not None and packed_seq_params.cp_group is not None:
             return packed_seq_params.cp_group
         return self.pg_collection.cp
@@ -334,8 +333,8 @@ class GPTModel(LanguageModule):
         packed_seq_params: PackedSeqParams | None,
         sequence: Group,
     ) -> StageInputs:
-        """Return what layers read beside hidden states [s, b, h] of a whole sequence of `length` tokens, or in
-        generation those of the context's layout."""
+        """Return what layers read in addition to hidden states [s, b, h] of a full sequence of `length` tokens, or in
+        generation of the tokens of the context's layout."""
         device = hidden_states.device
         layout = None if inference_context is None else inference_context.layout
         longest = 0 if inference_context is None else inference_context.max_tokens
@@ -400,7 +399,7 @@ class GPTModel(LanguageModule):
 
     def _compute_logits(self, hidden_states: Tensor, *, detaches_weight: bool = False) -> Tensor:
         """[s, b, h] -> [s, b, v / tp]. detaches_weight: the output layer gets no gradient."""
-        # Handed over in each call, because the output layer of a tied model has no weight of its own.
+        # Handed over in each call, because the output layer of a tied model has no weight.
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         if detaches_weight:
             weight = self.output_layer.weight if weight is None else weight
@@ -417,9 +416,10 @@ class GPTModel(LanguageModule):
         self, hidden_states: Tensor, further: Sequence[Tensor], labels: Tensor, loss_mask: Tensor | None,
         shift: TokenShift,
     ) -> Tensor:  # fmt: skip
-        """Hidden states of the language-model loss whose backward also is that of the losses of further tokens.
+        """Return the hidden states for the language-model loss, whose backward also runs the backward of the MTP
+        losses.
 
-        further: for each depth its hidden states, [s, b, h].
+        further: hidden states of each depth, [s, b, h].
         """
         mask = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
         for depth, states in enumerate(further):
@@ -431,7 +431,7 @@ class GPTModel(LanguageModule):
 
     def _join_states(self, states: list[Tensor]) -> Tensor:
         """Return what goes to the stage of the loss: hidden states of all depths, one below the other, [(1 + depths) s,
-        b, h], in the number format in which stages exchange."""
+        b, h], in the dtype that stages exchange."""
         joined = torch.cat(states)
         return joined.float() if self.config.fp32_residual_connection else joined
 

@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass
 class HybridStackSubmodules:
-    """The specs of layers, by upstream's names; those of letters that a pattern does not have may be missing."""
+    """The specs of layers, by upstream's names; specs of letters that a pattern does not have may be missing."""
 
     mamba_layer: Any = None
     gdn_layer: Any = None

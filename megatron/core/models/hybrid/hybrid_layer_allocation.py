@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's names for reading the pattern of a hybrid decoder (core/plan/letters.py) in programs of one's own.
+"""Upstream's names for reading the pattern of a hybrid decoder (core/plan/letters.py) in users' programs.
 
 The model itself reads core/plan. Unlike a run, these functions take a pattern without a layer, and letters whose kind
 cannot be built yet. Where a pattern is none they raise PatternError, which is a ValueError.
@@ -66,7 +66,7 @@ def parse_hybrid_pattern(pattern: str | None) -> ParsedHybridPattern:
 
 
 def get_hybrid_layer_counts(pattern: str) -> dict[str, int]:
-    """Count the layers of each letter, those of multi-token prediction once for each depth. Raises PatternError."""
+    """Count the layers of each letter, layers of multi-token prediction once for each depth. Raises PatternError."""
     parsed = parse_hybrid_pattern(pattern)
     everything = (parsed.main_pattern or "").replace("|", "") + (parsed.mtp_pattern or "") * parsed.mtp_num_depths
     return dict.fromkeys(_COUNTED, 0) | {letter: everything.count(letter) for letter in everything}

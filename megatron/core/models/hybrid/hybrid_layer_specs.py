@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts that the layers of a hybrid are made of, by upstream's names: those of a GPT's layers, one in each."""
+"""The parts that the layers of a hybrid are made of, by upstream's names: the parts of a GPT's layers, one in each."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ hybrid_inference_stack_spec = hybrid_stack_spec
 
 
 def get_hybrid_mtp_block_spec(config: TransformerConfig, stack: ModuleSpec) -> ModuleSpec | None:
-    """Return the spec of multi-token prediction with the layers that the pattern has behind `/`; None without any.
+    """Return the spec of multi-token prediction with the layers that the pattern has after `/`; None without any.
 
-    stack: of the decoder, whose own mtp_block_spec comes first.
+    stack: of the decoder, whose mtp_block_spec comes first.
     """
     if config.mtp_num_layers is None or stack.submodules.mtp_block_spec is not None:
         return None if config.mtp_num_layers is None else stack.submodules.mtp_block_spec

@@ -55,7 +55,7 @@ class HybridModel(GPTModel):
         vp_stage: int | None = None,
         **named: Any,
     ) -> None:
-        """Upstream's signature; further arguments are those of GPTModel.
+        """Upstream's signature; further arguments are GPTModel's.
 
         hybrid_layer_pattern: the config's when None. hybrid_override_pattern, hybrid_attention_ratio,
         hybrid_mlp_ratio: earlier ways to give it, the ratios as shares of config.num_layers. logit_dtype,

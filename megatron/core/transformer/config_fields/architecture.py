@@ -27,14 +27,14 @@ class ArchitectureFields(ModelParallelConfig):
     """Transformer layers."""
     hybrid_layer_pattern: str | None = flag(None, kind="shape")
     """A letter for each layer of the decoder, each with one branch: * attention, + latent attention, - MLP, E experts,
-    M Mamba-2, G gated delta net, K Kimi delta attention, L short convolution, and those of a program's own kinds.
-    | stands between pipeline stages, / before the layers of each depth of multi-token prediction; --num-layers and
-    --mtp-num-layers follow."""
+    M Mamba-2, G gated delta net, K Kimi delta attention, L short convolution, and letters of kinds that a program
+    registers. | stands between pipeline stages, / before the layers of each depth of multi-token prediction;
+    --num-layers and --mtp-num-layers follow."""
     hybrid_override_pattern: str | None = flag(None, kind="shorthand")
     """Earlier spelling of --hybrid-layer-pattern."""
     heterogeneous_layers_config_path: PathText | None = flag(None, kind="shorthand")
-    """JSON in which each layer of a GPT has its own number of key-value heads and inner width, no attention or no MLP,
-    or one matrix in place of either (Llama-Nemotron). The other flags say the model, as its fields do."""
+    """JSON in which layers of a GPT differ: number of key-value heads and inner width, no attention or no MLP, or one
+    matrix in place of either (Llama-Nemotron). The other flags say the model, as its fields do."""
     heterogeneous_layers_config_encoded_json: str | None = flag(None, kind="shape")
     """The same as text, which counts where both are given; filled from the file, so that a run that goes on does not
     need it."""
@@ -105,17 +105,17 @@ class ArchitectureFields(ModelParallelConfig):
     hidden_dropout: float = flag(0.1, minimum=0, maximum=1, kind="numerics")
     """Dropout after the embedding, the attention and the MLP."""
     cross_entropy_loss_fusion: bool = flag(False, kind="kernel")
-    """Loss and its gradient straight from logits in the model's number format, a block of tokens at a time: no float32
-    copy of the logits exists."""
+    """Loss and its gradient straight from logits in the model's dtype, a block of tokens at a time: no float32 copy of
+    the logits exists."""
     cross_entropy_fusion_impl: str = flag("native", choices=("native", "te"), kind="kernel", needs=_FUSED_LOSS)
     """Source of the fused cross entropy: native is this system's; te, Transformer Engine's, is refused, as upstream
     refuses it beside --cross-entropy-loss-fusion."""
     logit_dtype: str | None = flag(None, choices=("bf16", "fp32"), names=("--output-logit-dtype",), kind="numerics")
-    """Number format of the logits: fp32 keeps what the output layer's product sums in float32, which --bf16 would
-    round; the model's when not given."""
+    """Dtype of the logits: fp32 keeps what the output layer's product sums in float32, which --bf16 would round; the
+    model's when not given."""
     loss_chunk_size: int | None = flag(None, minimum=1, unit="tokens", kind="kernel")
-    """Compute logits and loss of so many positions of each sequence at a time, and the logits again in backward: never
-    are those of a whole microbatch in memory, for one more product of the output layer. All positions when not
+    """Compute logits and loss of so many positions of each sequence at a time, and the logits again in backward: the
+    logits of a full microbatch are never in memory, for one more product of the output layer. All positions when not
     given."""
     bias_activation_fusion: bool = derived(True, kind="kernel")
     """The MLP's activation (with its bias or gate) as one differentiable operation that keeps only its inputs."""

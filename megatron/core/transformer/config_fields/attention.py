@@ -56,7 +56,7 @@ class AttentionFields(ArchitectureFields):
     qk_l2_norm_layers: str = flag("all", choices=("all", "rotary"), kind="function", needs=_QK_L2_NORM)
     """Layers with --qk-l2-norm: all, or only those with rotary positions, see --no-rope-freq (Llama 4)."""
     attention_softmax_in_fp32: bool = flag(False, kind="numerics")
-    """Attention softmax in float32 whatever the number format (the local backend; torch's kernels always do)."""
+    """Attention softmax in float32 in any dtype (the local backend; torch's kernels always do)."""
     apply_query_key_layer_scaling: bool = flag(False, kind="numerics")
     """Divide attention scores by the layer number and multiply them back inside the float32 softmax."""
     attention_backend: str = flag(
@@ -99,9 +99,9 @@ class AttentionFields(ArchitectureFields):
             {"flash_attention_version": None},
         ),
     )
-    """Flash kernel that --attention-backend flash, or auto where it chooses that one, means on a GPU: 2 is PyTorch's
-    own, 3 and 4 take the package that brings them. When not given, the fastest that is there, by a short measurement at
-    start; PyTorch's own with --deterministic-mode and with dropout."""
+    """Flash kernel that --attention-backend flash, or auto where it chooses that one, means on a GPU: 2 is PyTorch's, 3
+    and 4 need the package that brings them. When not given, the fastest that is there, by a short measurement at start;
+    PyTorch's with --deterministic-mode and with dropout."""
     masked_softmax_fusion: bool = flag(True, kind="kernel")
     """Scale, mask and softmax of the local backend as one operation that keeps only its output."""
     apply_rope_fusion: bool = flag(True, names=("--rope-fusion",), off_names=("--no-rope-fusion",), kind="kernel")
@@ -135,7 +135,7 @@ class AttentionFields(ArchitectureFields):
     it."""
     attention_chunk_size: int | None = flag(None, minimum=1, unit="tokens", kind="function")
     """Chunked attention: sequences, and packed documents, are divided into chunks of so many tokens, and a token sees
-    earlier tokens of its own chunk only (Llama 4)."""
+    only earlier tokens of its chunk (Llama 4)."""
     window_attn_skip_freq: int | list[int] | None = flag(None, parse=layer_pattern, kind="function", needs=_WINDOW)
     """Layers that see everything in spite of --window-size or --attention-chunk-size: every n-th, or one entry per
     layer, 0 for such a layer."""
@@ -152,7 +152,7 @@ class AttentionFields(ArchitectureFields):
     def derive(self) -> None:
         super().derive()
         heads, width = self.num_attention_heads, self.hidden_size
-        # Multi-head attention is the case in which every query head has a group of its own.
+        # Multi-head attention is the case in which every query head is a group.
         if self.num_query_groups in (None, 0):
             self.num_query_groups = heads
         # Left None where it does not divide: the check below then says so.
@@ -170,8 +170,8 @@ class AttentionFields(ArchitectureFields):
         yield from self._context_exchange_is_known()
         if self.qk_clip:
             yield from self.score_measuring_problems("--qk-clip")
-            # A norm after the projection would divide the clipped weights' factor out again. Those of latent attention
-            # stand before it.
+            # A norm after the projection would divide the clipped weights' factor out again. Latent attention's norms
+            # are before it.
             for name in ("qk_layernorm", "qk_l2_norm"):
                 if getattr(self, name) and not self.multi_latent_attention:
                     yield f"--qk-clip scales weights, which {self.say(name)} makes good again; leave one of the two out"
@@ -190,8 +190,8 @@ class AttentionFields(ArchitectureFields):
             )
 
     def head_problems(self, tp: int) -> Iterator[str]:
-        """Yield what stands against sharing the heads among so many ranks: the configured ones, or those of a real
-        group."""
+        """Yield what stands against sharing the heads among so many ranks: as configured, or as many as a real group
+        has."""
         heads, groups = self.num_attention_heads, self.num_query_groups
         ranks = f"{self.flag('tensor_model_parallel_size')} {tp}"
         if heads and heads % tp:

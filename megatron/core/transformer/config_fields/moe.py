@@ -91,7 +91,7 @@ class MoEFields(ArchitectureFields):
     moe_router_topk_scaling_factor: float | None = flag(None, above=0, kind="function", needs=_EXPERTS)
     """Factor on the weights of the chosen experts."""
     moe_router_dtype: str | None = flag(None, choices=("fp32", "fp64"), kind="numerics", needs=_EXPERTS)
-    """Number format of the router's product; the model's when not given. Scores are float32 or wider in any case."""
+    """Dtype of the router's product; the model's when not given. Scores are float32 or wider in any case."""
     moe_router_enable_expert_bias: bool = flag(False, kind="shape", needs=(_EXPERTS, _CHOICE_BY_SCORE))
     """Choose experts by score plus a bias that grows for experts with few tokens (Wang et al., 2024); the weights of
     the chosen ones are the scores without it."""
@@ -159,11 +159,11 @@ class MoEFields(ArchitectureFields):
         kind="layout",
         needs=_EXPERTS,
     )
-    """Way of tokens to experts on other processes: every process gets all tokens, or each only those of its experts
-    (alltoall). flex, upstream's name for libraries that exchange them, becomes alltoall, with a note."""
+    """Way of tokens to experts on other processes: every process gets all tokens, or each only its experts' (alltoall).
+    flex, upstream's name for libraries that exchange them, becomes alltoall, with a note."""
     moe_dispatch_fwd_dtype: str = flag("bf16", choices=("bf16", "mxfp8"), kind="numerics", needs=_EXPERTS)
-    """Number format in which tokens travel to experts on other processes (alltoall): in the model's number format, or
-    in 8 bits, where 32 channels have a scale in common."""
+    """Dtype in which tokens travel to experts on other processes (alltoall): the model's, or 8 bits, where 32 channels
+    share a scale."""
     moe_combine_bwd_dtype: str = flag("bf16", choices=("bf16", "mxfp8"), kind="numerics", needs=_EXPERTS)
     """The same for the gradients of what experts put out, which travel that way in backward."""
     moe_enable_routing_replay: bool = flag(
@@ -171,8 +171,8 @@ class MoEFields(ArchitectureFields):
         kind="numerics",
         needs=(_EXPERTS, Needs("--moe-routing-trace-path", lambda run: run.moe_routing_trace_path is not None)),
     )
-    """In training, send each token to the experts that --moe-routing-trace-path says; their weights are the router's
-    own."""
+    """In training, send each token to the experts that --moe-routing-trace-path says; their weights are still the
+    router's."""
     moe_use_upcycling: bool = flag(False, kind="numerics", needs=(_EXPERTS, _LOADING))
     """The checkpoint to load is of a dense model: each expert begins as a copy of its MLP (Komatsuzaki et al., 2022). A
     checkpoint that has experts is loaded as it is."""
@@ -293,7 +293,7 @@ class MoEFields(ArchitectureFields):
             )
 
     def _experts_compute_what_is_asked(self) -> Iterator[str]:
-        # Of several experts each would get its own share of the token, which no published model means.
+        # Each of several experts would get a differently weighted token, which no published model means.
         if self.moe_apply_probs_on_input and self.moe_router_topk > 1:
             yield f"--moe-apply-probs-on-input needs one expert for a token; found {self.say('moe_router_topk')}, use 1"
         if self.use_fused_weighted_squared_relu and (

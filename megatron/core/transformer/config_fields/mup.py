@@ -37,9 +37,9 @@ class MuPFields(InitializationFields):
     """Scale initial weights, learning rates, attention scores and logits with the width, so that the learning rate that
     is best for the base model is best for this one."""
     mup_base_hidden_size: int | None = flag(None, minimum=1, kind="function", needs=_MUP)
-    """Hidden size of the base model, on which the learning rate was found; this model's own when not given."""
+    """Hidden size of the base model, on which the learning rate was found; this model's when not given."""
     mup_width_mult: float = flag(1.0, above=0, kind="function", needs=_MUP)
-    """Hidden size / that of the base model, in place of --mup-base-hidden-size."""
+    """Hidden size / the base model's hidden size, in place of --mup-base-hidden-size."""
     mup_embedding_mult: float = flag(1.0, above=0, kind="function", needs=_MUP)
     """With --use-mup, factor on the output of the embedding."""
     mup_output_mult: float = flag(1.0, above=0, kind="function", needs=_MUP)
@@ -58,7 +58,7 @@ class MuPFields(InitializationFields):
                 f"{self.say('mup_width_mult')} and {self.say('mup_base_hidden_size')} both say the width; keep the "
                 "latter"
             )
-        # Xavier's deviation follows a matrix's own shape, and cannot be divided by the root of m as well.
+        # Xavier's deviation follows a matrix's shape, and cannot be divided by the root of m as well.
         if self.use_mup and self.init_method_xavier_uniform:
             yield "--init-method-xavier-uniform and --use-mup both say how weights scale with the width; keep one"
 

@@ -47,9 +47,9 @@ class PipelineFields(MTPFields):
     decoder_last_pipeline_num_layers: int | None = flag(None, minimum=0, unit="layers", kind="layout")
     """Layers of the last stage; the others share the rest evenly."""
     account_for_embedding_in_pipeline_split: bool = flag(False, kind="layout")
-    """Count the embedding as one layer when layers are dealt out: the first stage gets one less."""
+    """Count the embedding as one layer when layers are assigned to stages: the first stage gets one less."""
     account_for_loss_in_pipeline_split: bool = flag(False, kind="layout")
-    """Count output layer and loss as one layer when layers are dealt out: the last stage gets one less."""
+    """Count output layer and loss as one layer when layers are assigned to stages: the last stage gets one less."""
     pipeline_model_parallel_layout: str | None = flag(None, kind="layout")
     """Contents of each stage: E embedding, t layer, m multi-token prediction, L loss, stages divided by |, repetition
     as in Ett|(tt|)*2mL."""
@@ -77,7 +77,7 @@ class PipelineFields(MTPFields):
     ranks and back (DeepSeek-V3, 2024, section 3.2.1). With pipeline stages, 1f1b then has twice as many microbatches
     in flight."""
     delay_wgrad_compute: bool = flag(False, kind="layout")
-    """With --overlap-moe-expert-parallel-comm, compute weight gradients while the backward's own gradients travel."""
+    """With --overlap-moe-expert-parallel-comm, compute weight gradients while the input gradients travel."""
     overlap_dispatch_backward_with_experts_wgrad: bool = flag(False, kind="layout")
     """Compute the experts' weight gradients while the gradients of their inputs travel back (alltoall), with or without
     another micro-batch at their side."""
@@ -149,8 +149,8 @@ class PipelineFields(MTPFields):
             )
 
     def division_problems(self, stages: int, chunks: int) -> Iterator[str]:
-        """Yield what stands against dealing the layers out to so many stages: the configured ones, or those of real
-        groups.
+        """Yield what stands against assigning the layers to so many stages: as configured, or as many as real groups
+        have.
 
         chunks: pieces of each stage (interleaved schedule, Narayanan et al., 2021).
         """
@@ -281,7 +281,7 @@ class PipelineFields(MTPFields):
         ]  # fmt: skip
         if written == layout:
             others.append(letters)
-        # Letters without cuts are dealt out like other layers.
+        # Letters without cuts are assigned like other layers.
         if written == layout or self._has_cuts:
             others += ["decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"]
         # A layout is complete, so that any second word about stages could only contradict it.

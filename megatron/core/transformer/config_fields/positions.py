@@ -120,7 +120,7 @@ class PositionFields(AttentionFields):
         kind="shape",
         needs=Needs("learned positions", lambda run: run.position_embedding_type == "learned_absolute"),
     )
-    """Rows of the table of learned positions before that of the first token, which nothing reads (OPT has 2)."""
+    """Rows of the table of learned positions before the first token's, which nothing reads (OPT has 2)."""
     qk_norm_after_rotation: bool = flag(False, kind="function", needs=(ROTARY, _HEAD_NORM))
     """Rotate queries and keys before --qk-layernorm or --qk-l2-norm normalises them, not after (Hunyuan)."""
     rope_scaling_high_freq_factor: float = flag(4.0, minimum=1, kind="function", needs=_SCALED)

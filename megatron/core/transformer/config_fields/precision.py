@@ -43,21 +43,21 @@ class PrecisionFields(ArchitectureFields):
     fp8: Literal["e4m3", "hybrid"] | None = flag(None, names=("--fp8-format",), kind="numerics")
     """Multiply in FP8 in the linear layers and experts of all transformer layers. e4m3: all operands; hybrid: output
     gradients in e5m2, which has more range and less precision. Weights, gradients and everything else keep their
-    number formats."""
+    dtypes."""
     fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "custom"] = flag(
         "delayed", unsupported_choices=("custom",), kind="numerics", needs=_FP8
     )
-    """Source of the operands' scales. delayed: from the largest values of earlier steps; tensorwise: from those
-    of the operand; blockwise: for each 128 values along the sum, and each 128 x 128 of a weight, a power of two; mxfp8:
-    for each 32 values along the sum, a power of two."""
+    """Source of the operands' scales. delayed: from the largest values of earlier steps; tensorwise: from the
+    operand's; blockwise: for each 128 values along the sum, and each 128 x 128 of a weight, a power of two; mxfp8: for
+    each 32 values along the sum, a power of two."""
     fp8_margin: int = flag(0, minimum=0, maximum=64, kind="numerics", needs=(_FP8, _DELAYED))
     """Bits of room: scales are divided by two to this power, against values that grow between steps."""
     fp8_interval: int = flag(1, minimum=1, unit="steps", kind="numerics", needs=(_FP8, _DELAYED))
-    """Compute scales anew every so many steps; largest values are noted in each."""
+    """Compute scales again every so many steps; largest values are noted in each."""
     fp8_amax_history_len: int = flag(1, minimum=1, maximum=2**20, unit="steps", kind="numerics", needs=(_FP8, _DELAYED))
     """Steps of which the largest value of each operand is remembered."""
     fp8_amax_compute_algo: Literal["most_recent", "max"] = flag("most_recent", kind="numerics", needs=(_FP8, _DELAYED))
-    """Choice of the scale among the remembered largest values: that of the last step, or the largest."""
+    """Choice of the scale among the remembered largest values: the last step's, or the largest."""
     fp8_wgrad: bool = flag(
         True,
         names=("--fp8-wgrad",),
@@ -72,7 +72,7 @@ class PrecisionFields(ArchitectureFields):
     """On a GPU, compute FP8 and FP4 products in float32 from the same 8-bit or 4-bit values: for GPUs without FP8, and
     for recipes without a kernel here. Slower than bfloat16; a CPU does so anyway."""
     fp8_param_gather: bool = flag(False, kind="kernel")
-    """Gather parameters in FP8. Here they are gathered in the number format of the model, as a note says."""
+    """Gather parameters in FP8. Here they are gathered in the model's dtype, as a note says."""
     fp4: Literal["e2m1"] | None = flag(None, names=("--fp4-format",), kind="numerics")
     """Multiply in FP4, instead of FP8, in the linear layers and experts of all transformer layers."""
     fp4_recipe: Literal["nvfp4", "custom"] = flag("nvfp4", unsupported_choices=("custom",), kind="numerics", needs=_FP4)
@@ -80,7 +80,7 @@ class PrecisionFields(ArchitectureFields):
     bits, and one for the matrix; output gradients are rounded at random, and the operands of weight gradients are
     transformed before."""
     fp4_param_gather: bool = flag(False, kind="kernel")
-    """Gather parameters in FP4. Here they are gathered in the number format of the model, as a note says."""
+    """Gather parameters in FP4. Here they are gathered in the model's dtype, as a note says."""
     first_last_layers_bf16: bool = flag(False, kind="numerics", needs=_FEW_BITS)
     """Leave the first and last layers out of FP8 or FP4."""
     num_layers_at_start_in_bf16: int = flag(
@@ -110,7 +110,7 @@ class PrecisionFields(ArchitectureFields):
 
     @property
     def rounded_input_bytes(self) -> float | None:
-        """Bytes of one value of a linear layer's input that waits for backward in 8 or 4 bits, with its share of a
+        """Bytes of one value of a linear layer's input as it is saved for backward in 8 or 4 bits, with its share of a
         scale; None where weight gradients are computed from inputs as they were."""
         recipe = self.few_bits_recipe
         # Without fp8_wgrad, backward multiplies by the input as it was, which is kept in place of the rounded one.
@@ -126,7 +126,7 @@ class PrecisionFields(ArchitectureFields):
     @property
     def rounded_weight_bytes(self) -> float:
         """Bytes of one value of a linear layer's weight that is rounded once a step, with its share of a scale; 0 where
-        each product rounds it anew."""
+        each product rounds it again."""
         return {"delayed": 1.0, "tensorwise": 1.0, "blockwise": 1 + 4 / 128**2, "nvfp4": 1 + 4 / 16**2}.get(
             self.few_bits_recipe or "", 0.0
         )

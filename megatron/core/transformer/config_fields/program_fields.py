@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fields of upstream's TransformerConfig that programs in Python give, set or read; no flag sets them.
 
-Those of a feature that does not exist here take upstream's default, and refuse any other value by name.
+Fields of a feature that does not exist here take upstream's default, and refuse any other value by name.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ProgramFields(CheckedConfig):
     cuda_graph_scope: Any = derived(kind="kernel")
     """Says nothing: cuda_graph_impl and cuda_graph_modules say what is recorded."""
     inference_rng_tracker: bool = derived(False, kind="kernel")
-    """Says nothing: sampling draws from a generator of its own."""
+    """Ignored: sampling draws from a separate generator."""
     transformer_impl: str = derived("transformer_engine", kind="kernel")
     """Says nothing in a model, whose layer spec says it; programs read which spec they are to ask for."""
     fp8_param: bool = derived(False, kind="numerics")

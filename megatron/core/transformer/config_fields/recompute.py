@@ -70,7 +70,7 @@ class RecomputeFields(PipelineFields):
         # The default of upstream: what gives back the most memory for the least computation.
         if self.recompute_granularity == "selective" and self.recompute_modules is None:
             self.recompute_modules = ["core_attn"]
-        # A list of its own: the given one may be the caller's.
+        # A new list: the given one may be the caller's.
         if self.moe_layer_recompute and self.recompute_granularity == "selective":
             self.recompute_modules = [*dict.fromkeys([*(self.recompute_modules or []), "moe"])]
 

@@ -67,7 +67,7 @@ class StateMixerFields(PositionFields):
     mamba_head_dim: int = flag(64, minimum=1, maximum=65536, kind="shape", needs=_MAMBA)
     """Channels of a Mamba-2 head (P)."""
     mamba_num_groups: int = flag(8, minimum=1, maximum=65536, kind="shape", needs=_MAMBA)
-    """Groups of Mamba-2 heads; those of a group read and write their states in the same way (B and C)."""
+    """Groups of Mamba-2 heads; the heads of a group read and write their states in the same way (B and C)."""
     mamba_num_heads: int | None = flag(None, minimum=1, maximum=2**20, kind="shape", needs=_MAMBA)
     """Mamba-2 heads; twice the hidden size over the channels of a head when not given."""
     mamba_norm_epsilon: float = flag(1e-5, above=0, kind="function", needs=_MAMBA)

@@ -5,8 +5,8 @@
 
     merged:   L = log(sum_i exp L_i)        O = sum_i exp(L_i - L) O_i
 
-    backward: P_i = exp(scale * Q K_i^T - L) needs only L and, for the row sums, O: each block's gradients are what
-              the block adds to those of the whole, and depend on no other block.
+    backward: P_i = exp(scale * Q K_i^T - L) needs only L and, for the row sums, O: each block's gradients are its part
+    of the full gradients, and depend on no other block.
 
 (Dao et al., "FlashAttention", 2022, section 3.1; Liu et al., "Ring Attention", 2023.)
 
@@ -54,7 +54,7 @@ class Band(NamedTuple):
     """Part of a block that a query sees, where a mask is not needed to say it."""
 
     window: int | None
-    """So many keys before its own position, the last query standing at the last key's; None for all."""
+    """So many keys before its position, the last query having the last key's; None for all."""
     sequences: Sequences | None = None
     """Sequences that see nothing of each other, the samples of a batch one after another; None for one in each
     sample."""
@@ -93,7 +93,7 @@ class BlockKernel(Protocol):
 
 
 class PlainKernel:
-    """In elementary operations: every device, number format, mask and dropout. Memory grows with s * t."""
+    """In elementary operations: every device, dtype, mask and dropout. Memory grows with s * t."""
 
     name = "plain blocks"
     takes_bands = False
@@ -161,7 +161,7 @@ class PlainKernel:
         """Apply dropout to x in place; the same seed drops the same elements, so that backward repeats forward."""
         if not self.dropout or seed is None:
             return
-        # A generator of its own: forward and backward draw alike, and the global stream does not advance.
+        # A separate generator: forward and backward draw alike, and the global stream does not advance.
         generator = torch.Generator(x.device).manual_seed(seed)
         kept = torch.rand(x.shape, generator=generator, device=x.device) >= self.dropout
         # A dropout of 1 would divide zero by zero.
@@ -256,15 +256,14 @@ class MergedBlocks:
     """The running O and L over the blocks that came by, in float32, for queries [b, n, s, d]."""
 
     def __init__(self, q: Tensor, value_width: int) -> None:
-        # With L = -inf the first block's weight becomes exactly 1, so that the first merge needs no case of its own.
+        # With L = -inf the first block's weight becomes exactly 1, so that the first merge needs no special case.
         self.out = torch.zeros((*q.shape[:-1], value_width), dtype=torch.float32, device=q.device)
         self.log_sum = torch.full(q.shape[:-1], float("-inf"), dtype=torch.float32, device=q.device)
 
     def add(self, queries: slice, out: Tensor, log_sum: Tensor) -> None:
-        """Merge a block's result for some of the queries: out [b, n, s, dv] in any number format, log_sum [b, n, s]
-        float32."""
-        # A block's output is normalised by its own sum; weighted by its part of the sum over all blocks so far, it is
-        # what a softmax over all of them at once gives. Sums are kept as logarithms: exp(score) alone would overflow.
+        """Merge a block's result for some of the queries: out [b, n, s, dv] in any dtype, log_sum [b, n, s] float32."""
+        # A block's output is normalised by its sum; weighted by its part of the sum over all blocks so far, it is what
+        # a softmax over all of them at once gives. Sums are kept as logarithms: exp(score) alone would overflow.
         before = self.log_sum[:, :, queries]
         total = torch.logaddexp(before, log_sum)
         shift = _finite(total)

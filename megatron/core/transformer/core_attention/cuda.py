@@ -112,7 +112,7 @@ class CUDAAttention(AttentionBackend):
         return FlashCall(self.options.scale, visible.causal, window, sequences, dropout)
 
     def _attend_to_sequences(self, inputs: AttentionInputs) -> Tensor:
-        """Documents or chunks in one call; those of further samples follow one after another."""
+        """Documents or chunks in one call, the samples' one after another."""
         sequences, first_key = self._find_sequences(inputs)
         # [s, b, heads, width] -> [b * s, heads, width]: a view for one sample, as packed documents are.
         q, k, v = (

@@ -91,7 +91,7 @@ class DotProductAttention(MegatronModule):
         self.backend_by_cp_size = {
             group.size(): build(dataclasses.replace(groups, cp=group, hcp=())) for group in groups.hybrid_cp
         }
-        """Implementation by the number of ranks that share a sequence, where each sequence has its own number."""
+        """Implementation by the number of ranks that share a sequence, where it differs from sequence to sequence."""
 
     def forward(
         self,
@@ -135,7 +135,7 @@ class DotProductAttention(MegatronModule):
         assert isinstance(self.backend, CPUAttention)
         return self.backend.attend_last_tokens(query, held)
 
-    @outside_of_graphs  # a graph would be made for these bounds, and again for those of every other batch
+    @outside_of_graphs  # a graph would be made for these bounds, and again for every other batch's
     def _attend_within_documents(self, inputs: AttentionInputs, packed_seq_params: PackedSeqParams) -> Tensor:
         assert inputs.visible.mask is None, "packed_seq_params say what may be seen; leave out attention_mask"
         group = packed_seq_params.cp_group
@@ -148,7 +148,7 @@ class DotProductAttention(MegatronModule):
 
     def _attend(self, backend: CoreAttention, inputs: AttentionInputs) -> Tensor:
         """By the backend, on the random stream of its dropout."""
-        # With sequence parallelism the whole block draws from the rank's own stream already.
+        # With sequence parallelism the whole block draws from the rank's stream already.
         is_drawn_alike = self.tp_size > 1 and not self.config.sequence_parallel
         if not self.training or self.options.dropout == 0.0 or not is_drawn_alike:
             return backend(inputs)

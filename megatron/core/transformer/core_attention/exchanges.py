@@ -9,7 +9,7 @@ all_gather: every rank keeps its queries and gathers all keys and values (Dubey 
 
     queries of piece j  x  keys of pieces 0 .. j        the queries being the last of those positions
 
-In backward the gradients of keys and values are summed while they are scattered. Memory for them is that of the whole
+In backward the gradients of keys and values are summed while they are scattered. They take the memory of the full
 sequence, in one layer at a time; with grouped queries they are few.
 
 a2a: ranks exchange a part of the sequence for a part of the heads (Jacobs et al., "DeepSpeed Ulysses", 2023).
@@ -41,7 +41,7 @@ from megatron.core.transformer.core_attention.interface import AttentionInputs, 
 
 
 class GatheredKeysAttention:
-    """Attention of each rank's own queries to the keys and values of all ranks, which are gathered (all_gather)."""
+    """Attention of each rank's queries to the keys and values of all ranks, which are gathered (all_gather)."""
 
     def __init__(self, backend: CoreAttention, group: Group) -> None:
         """backend: attention of some queries over all keys on one rank."""
@@ -63,9 +63,9 @@ class GatheredKeysAttention:
         return torch.cat(contexts)
 
     def _gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys [s/cp, b, g, d] and values of every rank -> those of the whole sequence [s, b, g, d], in its order.
+        """Keys [s/cp, b, g, d] and values of every rank -> of the full sequence [s, b, g, d], in its order.
 
-        Both travel in one collective, a token's key beside its value.
+        Both travel in one collective, a token's key next to its value.
         """
         # One collective instead of two: for a few key-value heads its latency counts more than the copy.
         token = torch.cat((key.flatten(1), value.flatten(1)), dim=1)  # [s/cp, b * g * (d + dv)]
@@ -87,7 +87,7 @@ class HeadExchangeAttention:
         """See CoreAttention."""
         query, key, value = self._exchange_tokens_for_heads(inputs.query, inputs.key, inputs.value)
         visible, sinks = inputs.visible, inputs.sinks
-        # A rank's mask has the rows of its own tokens; after the exchange it holds the queries of all.
+        # A rank's mask has its tokens' rows; after the exchange it holds the queries of all.
         if visible.mask is not None and visible.mask.shape[2] > 1:  # one row is for all queries alike
             visible = dataclasses.replace(visible, mask=self._take_rows(visible.mask))
         if sinks is not None:  # of the heads that this rank gets
@@ -100,7 +100,7 @@ class HeadExchangeAttention:
     def _exchange_tokens_for_heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """[s/cp, b, heads, width] each -> [s, b, heads / cp, width] each, in one exchange."""
         size = self.group.size()
-        # All ranks need equally many key-value heads, and among them those of their query heads: the fewest copies.
+        # All ranks need equally many key-value heads, including the ones of their query heads: the fewest copies.
         repeats = math.lcm(key.shape[2], size) // key.shape[2]
         if repeats > 1:
             key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))

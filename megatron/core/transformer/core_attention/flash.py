@@ -35,7 +35,7 @@ from megatron.core.transformer.core_attention.block_kernels import (
 )
 
 NUMBER_FORMATS = frozenset({torch.bfloat16, torch.float16})
-"""Number formats that the kernel multiplies."""
+"""Dtypes that the kernel multiplies."""
 WIDEST = 256
 """Channels of a head, at most."""
 _MULTIPLE = 8
@@ -49,13 +49,13 @@ class FlashCall:
     causal: bool
     """The queries are the last of the positions of the keys."""
     window: int | None = None
-    """A query sees so many keys before its own position, the queries being the last; None for all."""
+    """A query sees so many keys before its position, the queries being the last; None for all."""
     sequences: Sequences | None = None
     """Of operands [tokens, heads, width]; None for a batch [b, s, heads, width]."""
     dropout: float = 0.0
 
     def band(self) -> tuple[int, int]:
-        """Keys before and after its own position that a query sees; -1 for all."""
+        """Keys before and after its position that a query sees; -1 for all."""
         return (-1 if self.window is None else self.window), (0 if self.causal else -1)
 
     def lengths(self, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None, int, int]:
@@ -70,7 +70,7 @@ class FlashResult(NamedTuple):
     """Outputs of the kernel."""
 
     out: Tensor
-    """Shaped as the queries, in their number format."""
+    """Shaped as the queries, in their dtype."""
     log_sum: Tensor
     """float32 [b, n, s], or [n, tokens] of sequences."""
     random_state: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -86,7 +86,7 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> FlashResult
         v,
         *call.lengths(q, k),
         call.dropout,
-        # A band says by itself that it ends at the query's own position.
+        # A band says by itself that it ends at the query's position.
         call.causal and call.window is None,
         False,
         scale=call.scale,
@@ -125,8 +125,8 @@ def run_backward(
 
 
 def find_problem(dtype: torch.dtype, *widths: int, widest: int = WIDEST) -> str | None:
-    """Return why the kernel cannot take operands of this number format and these widths; None where it can. widest:
-    channels of a head that it takes on the device."""
+    """Return why the kernel cannot take operands of this dtype and these widths; None where it can. widest: channels of
+    a head that it takes on the device."""
     if dtype not in NUMBER_FORMATS:
         return f"it takes 16-bit numbers, not {str(dtype).removeprefix('torch.')}"
     if max(widths) > widest:
@@ -181,7 +181,7 @@ class _FlashAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         query, key, value, sinks, out, log_sum, *random_state = ctx.saved_tensors
         result = FlashResult(out, log_sum, (random_state[0], random_state[1]))
-        # O and L have the sinks in them, so that the kernel's P and row sums are those of the whole softmax.
+        # O and L have the sinks in them, so that the kernel's P and row sums are the full softmax's.
         grads = compute_backward(grad_output, (query, key, value), result, ctx.call)
         grad_sinks = None
         if sinks is not None:
@@ -244,7 +244,7 @@ def _heads_first(out: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pad(*tensors: Tensor) -> list[Tensor]:
-    """All of one width, that of the widest, rounded up to what the kernel takes; channels lie one after another."""
+    """All of one width, the widest one's, rounded up to what the kernel takes; channels lie one after another."""
     width = -(-max(x.shape[-1] for x in tensors) // _MULTIPLE) * _MULTIPLE
     padded = [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in tensors]
     return [x if x.stride(-1) == 1 else x.contiguous() for x in padded]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choice of torch's flash attention where a machine has several: 2, its own, and 3 or 4 where a package brings them.
+"""Choice of torch's flash attention where a machine has several: 2, which torch includes, and 3 or 4 where a package
+brings them.
 
 Which one is the fastest depends on the GPU, on the package's release and on the heads, so that two packed documents of
-the run's own shape are computed forward and backward by each. One that gives other numbers than version 2 is left out.
+the run's shape are computed forward and backward by each. One that gives other numbers than version 2 is left out.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ chunks and windows on the host, without a mask of all queries and keys, which to
 way. Sinks are added to the result, by the logarithm of each query's sum.
 
 (Dong et al., "Flex Attention", 2024.) Not yet run on a GPU: tests replace `run_flex` by its definition, and run torch's
-own uncompiled form forward.
+uncompiled form forward.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ of a value.
 
 **Positions.** Where attention is causal, the queries are the last s of the t positions of the keys. That covers a
 sequence by itself (s = t), one new token with a cache (s = 1), and a block of queries with the keys up to its end, so
-that blocks need no positions of their own.
+that blocks need no positions.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class Visible:
     """Keys that a query sees: all that none of the six rules hides."""
 
     causal: bool = True
-    """A query sees no key after its own position."""
+    """A query sees no key after its position."""
     window: int | None = None
-    """A query sees so many keys before its own position; None for all. Only where causal."""
+    """A query sees so many keys before its position; None for all. Only where causal."""
     mask: Tensor | None = None
     """bool [b or 1, 1, s or 1, t], True where a key is hidden."""
     documents: TokenLayout | None = None
-    """A query sees only keys of its own document; the keys begin where the packed sequence does. Only where causal,
-    without a mask, and with b = 1."""
+    """A query sees only keys of its document; the keys begin where the packed sequence does. Only where causal, without
+    a mask, and with b = 1."""
     chunk: int | None = None
     """Sequences, or documents, are divided into chunks of so many tokens from their beginning, and a query sees only
-    keys of its own chunk; None for no division. The keys begin where the sequence does. Only where causal."""
+    keys of its chunk; None for no division. The keys begin where the sequence does. Only where causal."""
     chosen: Tensor | None = None
     """int32 [s, b, k], the keys that a query has chosen among those that the other rules leave it, by their places, and
     -1 where they are fewer; None: all."""
@@ -79,7 +79,7 @@ class Visible:
         # A mask of one row hides keys from every query alike, and cannot say what is causal: the rule stays.
         if is_row and mask_type is AttnMaskType.causal:
             mask_type = AttnMaskType.padding_causal
-        # With a window the causal rule stays: a window is counted backwards from a query's own position.
+        # With a window the causal rule stays: a window is counted backwards from a query's position.
         if window is not None or chunk is not None or mask_type is AttnMaskType.padding_causal:
             return cls(True, window, attention_mask, chunk=chunk)
         return cls(attention_mask is None and mask_type is not AttnMaskType.no_mask, None, attention_mask)
@@ -226,9 +226,9 @@ class CoreAttention(Protocol):
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         """query [s, b, n, d], key [t, b, g, d], value [t, b, g, dv] -> [s, b, n * dv], in the dtype of the query.
 
-        Among the ranks of an exchange, these are a rank's own queries and keys in the order of
+        Among the ranks of an exchange, these are a rank's queries and keys in the order of
         `context_parallel/sharding.py`; a mask has this rank's queries and all keys in the order of the sequence, and
-        documents are those of the whole sequence.
+        documents are the full sequence's.
         """
         ...
 
@@ -261,9 +261,9 @@ class AttentionOptions:
     query_key_layer_scaling: bool
     masked_softmax_fusion: bool
     window: int | None
-    """Keys before its own position that a query sees; None for all."""
+    """Keys before its position that a query sees; None for all."""
     chunk: int | None
-    """Tokens of a chunk, of which a query sees only its own; None for no chunks."""
+    """Tokens of a chunk; a query sees only keys of its chunk. None for no chunks."""
     softcap: float | None
     """Bound on the scores, score -> softcap * tanh(score / softcap), before masks and sinks."""
     has_sinks: bool = False
@@ -293,7 +293,7 @@ class AttentionOptions:
 
 def build_causal_mask(queries: int, keys: int, device: torch.device, window: int | None = None) -> Tensor:
     """bool [s, t], True where a query may not look: the queries are the last of the key positions, and with a window
-    see only as many keys before their own."""
+    see only as many keys before theirs."""
     every = torch.ones(queries, keys, dtype=torch.bool, device=device)
     future = every.triu(keys - queries + 1)
     return future if window is None else future | every.tril(keys - queries - window - 1)

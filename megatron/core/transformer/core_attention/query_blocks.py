@@ -5,7 +5,7 @@
 |----------------------|--------------------------------------------|-----------------------------------------------|
 | CPUAttention         | causal float32 on the CPU, short sequences | the probabilities of what is seen             |
 | QueryBlocksAttention | bounded scores and sinks, which torch's    | output and the logarithm of each query's sum; |
-|                      | operator does not have; every device       | scores are computed anew                      |
+|                      | operator does not have; every device       | scores are computed again                     |
 
 CPUAttention: large batched products that leave out most of the masked half.
 
@@ -157,7 +157,7 @@ class _BlockedCausalAttention(torch.autograd.Function):
         # From the last block, which reaches every key: its products fill dK and dV, the others add to them.
         for (first, end), p in reversed(spans):
             beta = 0 if end == q.shape[1] else 1
-            # The softmax's gradient needs the kept probabilities alone: its row sum is that of P * dP.
+            # The softmax's gradient needs only the kept probabilities: its row sum is the row sum of P * dP.
             grad_scores = torch.bmm(grad[:, first:end], v[:, :end].transpose(1, 2))
             torch.ops.aten._softmax_backward_data.out(grad_scores, p, -1, p.dtype, grad_input=grad_scores)
             grad_q[:, first:end].baddbmm_(grad_scores, k[:, :end], beta=0, alpha=ctx.scale)
@@ -179,7 +179,7 @@ def _folded_heads_first(x: Tensor) -> Tensor:
 
 
 class QueryBlocksAttention(AttentionBackend):
-    """softmax(bounded scale * Q K^T) V with windows and sinks, on every device; scores are computed anew in
+    """softmax(bounded scale * Q K^T) V with windows and sinks, on every device; scores are computed again in
     backward."""
 
     name = "blocks of queries with the keys they see, scores computed anew in backward"
@@ -194,7 +194,7 @@ class QueryBlocksAttention(AttentionBackend):
     def attend(self, inputs: AttentionInputs) -> Tensor:
         """See CoreAttention."""
         seed = draw_seed() if inputs.training and self.options.dropout else None
-        # One seed for the whole call; each block derives its own from it.
+        # One seed for the whole call; each block derives its seed from it.
         kernel: BlockKernel = self.kernel
         if self.choose is not None:
             kernel = self.choose(self.options.scale, 0.0 if seed is None else self.options.dropout, inputs.query.device)
@@ -215,7 +215,7 @@ class _BlockCall:
         """(rows, the keys they see, what of these) of each block."""
         for number, (rows, seen) in enumerate(self.visible.blocks(queries, keys, _BLOCK)):
             hidden = self.visible.cut(rows, seen).build_mask(rows.stop - rows.start, seen.stop - seen.start, device)
-            # A seed of each block's own, so that backward draws its dropout again without the blocks before it.
+            # A seed for each block, so that backward draws its dropout again without the blocks before it.
             seed = None if self.seed is None else self.seed + number
             yield rows, seen, Rule(causal=False, mask=hidden, seed=seed)
 

@@ -148,8 +148,8 @@ def _meet(visible: Visible, first: int, first_key: int, length: int) -> Iterator
         return
     # Counted as if the last query stood at the last key's position.
     window = visible.window - (first - begin) + (end - begin) - (stop - first)
-    # The flash kernel ends a band that has no end of its own as many keys after the query's position as there are keys:
-    # of many queries and few keys, the first queries would miss keys. They see all, and are computed without a band.
+    # The flash kernel ends a band without an end as many keys after the query's position as there are keys: of many
+    # queries and few keys, the first queries would miss keys. They see all, and are computed without a band.
     if stop - first > end - begin + 1:
         seeing_all = begin + visible.window + 1 - first
         yield slice(0, seeing_all), keys, None
@@ -186,7 +186,7 @@ class _RingCall:
             def build() -> list[RingBlock]:
                 return list_blocks_in_bands(ranks, size, query, visible)
 
-            # Documents are those of a micro-batch, whose layers all have the same blocks.
+            # Documents belong to a micro-batch, in which all layers have the same blocks.
             key = ("ring", ranks, size, query.shape[:2], query.device, visible.window, visible.chunk)
             return build() if visible.documents is None else visible.documents.keep(key, build)
         block = self._block(step, query.shape[0], query.device)
@@ -268,7 +268,7 @@ class _RingAttention(torch.autograd.Function):
         merged, at_hand = MergedBlocks(q, value.shape[-1]), _KeysAndValues.pack(key, value)
         for step in range(size):
             # Sent before they are computed with, so that the next block is here when this one is done. The last block
-            # need not go on: backward begins with the own keys again.
+            # need not go on: backward begins with the local keys again.
             passing = _RingTransfer(at_hand, call.group, _KEYS_TAG) if step < size - 1 else None
             for block in call.blocks(step, query):
                 k, v = at_hand.blocks(block.keys)
@@ -279,7 +279,7 @@ class _RingAttention(torch.autograd.Function):
         if sinks is not None:
             # After the last merge, and only once: a sink in every block would count it once for every rank.
             out, log_sum = add_sinks(out, log_sum, sinks)
-        # In the order in which the layer behind reads it, which would else keep a copy of its own.
+        # In the order in which the next layer reads it, which would otherwise keep a copy.
         turned = out.permute(2, 0, 1, 3)  # [b, n, s, dv] -> [s, b, n, dv]
         output = torch.empty(turned.shape, dtype=query.dtype, device=query.device).copy_(turned)
         ctx.call = call

@@ -4,8 +4,8 @@ a layer, with what they cannot do.
 
 | --cp-comm-type | travels                          | attention on each rank                    |
 |----------------|----------------------------------|-------------------------------------------|
-| p2p            | keys and values, round a ring    | own queries, one block of keys at a time  |
-| all_gather     | keys and values, all at once     | own queries, all keys                     |
+| p2p            | keys and values, round a ring    | its queries, one block of keys at a time  |
+| all_gather     | keys and values, all at once     | its queries, all keys                     |
 | a2a            | heads for tokens, and back       | whole sequences, some heads               |
 | a2a+p2p        | a2a among neighbours, p2p beyond | as p2p, some heads                        |
 """
@@ -107,7 +107,7 @@ def build_core_attention(
         return MaxLogits(backend, options) if config.measures_attention_logits else backend
     kind = comm_type or read_plan(config).layer(options.layer_number).options.context_exchange
     problem = comm_type_problem(kind)
-    if problem is not None:  # a layer's own word
+    if problem is not None:  # the spec of a layer asked for it
         raise ConfigError(problem)
     if kind == "all_gather":
         return GatheredKeysAttention(backend, groups.cp)

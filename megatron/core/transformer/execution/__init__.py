@@ -3,7 +3,7 @@
 
 execution.py                  reads the settings once, and chooses for every layer of a stage
 branch_runner.py              runners of residual branches, nested in one order
-activation_policy.py          activations that wait for backward, where, and those computed again
+activation_policy.py          activations saved for backward, where, and the ones computed again
 cuda_graphs.py                parts that are recorded once and launched as graphs
 compilation.py                regions that torch.compile makes one kernel of
 fp8_layers.py                 linear layers that multiply in FP8 or FP4

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policy for the activations of a stage's layers: which wait for backward, and where; which are computed or gathered
-again there.
+"""Policy for the activations of a stage's layers: which are saved for backward, and where; which are computed or
+gathered again there.
 
 | setting                      | kept until backward                                                             |
 |------------------------------|---------------------------------------------------------------------------------|
@@ -25,8 +25,8 @@ again there.
 | offload_modules              | on the host what these parts keep and do not recompute                          |
 | cpu_offloading_num_layers    | on the host all that the first layers of a stage keep                           |
 
-They go together: what is recomputed is not kept; of the rest, what is offloaded waits on the host, in the number format
-in which it is kept (FP8 where a product keeps its input so); what it is recomputed from may be offloaded as well.
+They go together: what is recomputed is not kept; of the rest, what is offloaded waits on the host, in the dtype in
+which it is kept (FP8 where a product keeps its input so); what it is recomputed from may be offloaded as well.
 
 Where routing is repeated, it finds what it found before, and nothing is counted twice (`decide_once` in
 tensor_parallel/random.py, `is_recomputing` in auxiliary_loss.py).

@@ -42,7 +42,7 @@ Runner = Callable[..., Tensor]
 
 
 class ComputedAgain:
-    """A body of which only the input is kept, that of the first product."""
+    """A body of which only the input is kept, the input of the first product."""
 
     def __init__(self, body: Body) -> None:
         self.body = body
@@ -74,7 +74,7 @@ class NormalisedAgain:
 
     def __call__(self, normed: Tensor, inputs: LayerInputs, norm_input: Tensor) -> LayerOutput:
         norm = self.parts[self.norm]
-        # The norm's input waits for backward anyway: the norm itself and the residual stream need it.
+        # The norm's input is saved for backward anyway: the norm itself and the residual stream need it.
         get_input = hold(self.part, norm_input)
         with keep_as(normed, Recomputed(lambda: norm(get_input()))):
             return self.body(normed, inputs, norm_input)

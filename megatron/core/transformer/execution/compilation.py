@@ -31,8 +31,8 @@ from torch import nn
 from megatron.core.transformer.compiled_regions import Function
 
 MOST_VARIANTS = 64
-"""Of a region's code: for numbers of dimensions, number formats, with and without gradients, one token or sequence and
-several. Unless told otherwise the compiler gives up on a function with more than 8; all norms of a model are one."""
+"""Of a region's code: for numbers of dimensions, dtypes, with and without gradients, one token or sequence and several.
+Unless told otherwise the compiler gives up on a function with more than 8; all norms of a model are one."""
 
 BACKEND = "inductor"
 """Of torch.compile; "aot_eager" traces the same graphs without generating code, for tests."""

@@ -24,7 +24,7 @@ copied to fixed addresses once for each pass where they have changed.
 
 A pass runs without graphs where it is not like the recorded ones: in evaluation and generation, with packed documents,
 with tensors of other shapes, and while a hook watches a module inside a part (activation statistics, dumps). So does a
-step before which parameters were put elsewhere in memory; at its end they are recorded anew.
+step before which parameters were put elsewhere in memory; at its end they are recorded again.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class Passes:
         if self._steps >= self._warmup_steps and self._learned is not None and kind != self._learned.kind:
             return None
         if not self._is_checked:
-            # Once in a step. What has been put elsewhere meanwhile is recorded anew at its end.
+            # Once in a step. What has been moved meanwhile is recorded again at its end.
             self._slots, self._is_checked = [slot for slot in self._slots if slot.is_current()], True
         lease = _Lease()
         in_flight = [known for known in self._leases if not _is_over(known)]
@@ -180,8 +180,7 @@ class Passes:
 
 
 def describe(value: Any) -> Any:
-    """Return what must be the same for recordings to serve: shapes and number formats of tensors, other values
-    themselves."""
+    """Return what must be the same for recordings to serve: shapes and dtypes of tensors, other values themselves."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype, value.requires_grad
     return tuple(map(describe, value)) if isinstance(value, tuple) else value
@@ -194,7 +193,7 @@ def _list_tensors(value: Any) -> list[Tensor]:
 
 
 def _copy_structure(value: Any) -> Any:
-    """The same with tensors of its own."""
+    """The same structure with new tensors."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, tuple):
@@ -336,7 +335,7 @@ class _Slot:
         return _ReplayedPass(self, lease)
 
     def _choose_address(self, like: _Like) -> Tensor:
-        """Return where a part reads an input: where an earlier part has written it, or in memory of its own."""
+        """Return where a part reads an input: where an earlier part has written it, or in separate memory."""
         if like.made_by is None:
             return like.make()
         call, index = like.made_by
@@ -390,7 +389,7 @@ class _Slot:
 
     def _choose_gradient_address(self, number: int, index: int, output: Tensor) -> Tensor:
         """Return where a part's backward reads the gradient of an output: where a later part has written it, or in
-        memory of its own."""
+        separate memory."""
         for later in self.calls[number + 1 :]:
             for like, grad in zip(later.call.inputs, later.input_grads, strict=True):
                 if like.made_by == (number, index) and grad is not None and grad.stride() == output.stride():

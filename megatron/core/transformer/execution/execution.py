@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one reader of a config's settings for recomputation, offloading, chunks, graphs and number formats of layers.
+"""The one reader of a config's settings for recomputation, offloading, chunks, graphs and dtypes of layers.
 
 A layer is built as its formula says, and then equipped: its modules are told what backward computes again and what is
 offloaded, its linear layers get other products, and its branches get runners (branch_runner.py). The stage that runs
@@ -118,7 +118,7 @@ class Execution:
 
     @property
     def recomputes_prediction(self) -> bool:
-        """True where full recomputation covers layers behind the decoder's: each is a unit of its own, about which
+        """True where full recomputation covers layers behind the decoder's: each is a separate unit, about which
         `block`, counting the layers of a stage, says nothing."""
         return self.config.recompute_granularity == "full" and self.config.recompute_method == "uniform"
 

@@ -27,7 +27,7 @@ def describe_operations(
     config: TransformerConfig, device: torch.device | None = None, engine: str | None = None
 ) -> dict[str, str]:
     """Operation -> implementation on `device` (this process's when None). engine: name of what multiplies in place of
-    our own products, Transformer Engine with its release; None without.
+    our products, Transformer Engine with its release; None without.
 
     Raises ConfigError when the configured attention backend cannot do what the config asks on this device.
     """
@@ -95,7 +95,7 @@ def _describe_loss(config: TransformerConfig, device: torch.device) -> str:
 def _describe_linear(config: TransformerConfig, device: torch.device) -> str:
     plain = choose_product(config).name
     in_float32 = parameter_dtype(config) == torch.float32
-    # Autograd differentiates torch's own products alone.
+    # Autograd differentiates only torch's products.
     if is_cpu(device) and in_float32 and accumulates_weight_grads(config) and onednn_is_faster():
         plain += "; large products by oneDNN, which is faster on this processor"
     if config.few_bits_recipe is None:

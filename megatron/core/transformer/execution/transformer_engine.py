@@ -2,7 +2,7 @@
 """Transformer layers that compute by modules of NVIDIA's Transformer Engine.
 
 A layer is built as it always is, with its parameters under their names and placements; then its parts get other ways to
-compute, each a module of the package that is lent the layer's own parameters for every call:
+compute, each a module of the package that is lent the layer's parameters for every call:
 
     norm + column-parallel projection      LayerNormLinear, which communicates as well
     other column- and row-parallel layers  Linear, which communicates as well
@@ -10,13 +10,13 @@ compute, each a module of the package that is lent the layer's own parameters fo
     experts                                GroupedLinear
     core attention                         DotProductAttention, for the plain causal and bidirectional kinds
 
-The package's modules are registered nowhere. So a checkpoint may be continued with and without them; of what they
-remember of their own it has the scales and largest values of `--fp8-recipe delayed` (`EngineScales`). What a layer asks
-for and the package's modules cannot give stays with the layer's own parts, whose numbers are the same but for rounding.
+The package's modules are registered nowhere. So a checkpoint may be continued with and without them; of their internal
+state it has the scales and largest values of `--fp8-recipe delayed` (`EngineScales`). What a layer asks for and the
+package's modules cannot give stays with our implementation, whose numbers are the same except for rounding.
 
 Only the package's public interface is used: constructors, calls, `autocast`, recipes; and for those scales a module's
-`init_fp8_metadata` and `fp8_meta`, since its own form of them (`get_extra_state`) is pickled. The oldest release that
-`load_package` takes and the one that this was written for, 2.20, agree in it.
+`init_fp8_metadata` and `fp8_meta`, since the package's form of them (`get_extra_state`) is pickled. The oldest release
+that `load_package` takes and the one that this was written for, 2.20, agree in it.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ _GATED_ACTIVATIONS = {"gelu_tanh": "geglu", "quick_gelu": "qgeglu", "squared_rel
 
 
 class EngineScales(HasScales):
-    """Scales that a module of the package remembers with `--fp8-recipe delayed`, as buffers: the module's own memory
-    from its first call on. Zeros say that nothing is known."""
+    """Scales that a module of the package remembers with `--fp8-recipe delayed`, as buffers: the module's memory from
+    its first call on. Zeros say that nothing is known."""
 
     def __init__(self, products: int, history_length: int) -> None:
         """products: matrix products of the module, each with three operands that have scales in forward, and two in
@@ -127,7 +127,7 @@ class _Lender:
         return self._module(*inputs, **named)
 
     def _build(self, fuses: bool) -> nn.Module:
-        # On the meta device its own parameters take no memory and are not drawn; they are never used.
+        # On the meta device the module's parameters take no memory and are not drawn; they are never used.
         module: nn.Module = getattr(load_modules(), self.kind)(
             fuse_wgrad_accumulation=fuses, device="meta", **self.arguments
         )
@@ -251,7 +251,7 @@ class EngineMLP:
             **_norm_parameters(self.norm),
         }
         output = self._lender.call(parameters, x, accumulates=first.product.accumulates)
-        # The module's own copy of the bias is ours, but for a cast: ours carries what gradients are known by.
+        # The module's copy of the bias is ours, except for a cast: ours carries what gradients are known by.
         return (_own(output), None) if second.bias is None else (_own(output[0]), second.bias)
 
 
@@ -322,7 +322,7 @@ class EngineAttention(AttentionBackend):
         if sizes not in self._modules:
             self._modules[sizes] = self._build(*sizes)
         module = self._modules[sizes].train(inputs.training)
-        # Keys before a query's own position, and behind it; -1 for all.
+        # Keys before a query's position, and after it; -1 for all.
         window = (-1 if visible.window is None else visible.window, 0 if visible.causal else -1)
         result: Tensor = module(
             query,
@@ -369,7 +369,7 @@ class EngineExecution(Execution):
             layer.runners = (Within(functools.partial(self._round_operands, enabled), layer.runners),)
 
     def multiply_in_few_bits(self, layer: Any, groups: ProcessGroupCollection) -> None:
-        """See Execution; here the package's own modules round, as `open_pass` and runners tell them."""
+        """See Execution; here the package's modules round, as `open_pass` and runners tell them."""
         self.recipe, self.amax_group = build_recipe(self.config), _unwrap(groups.tp_dp_cp)
 
     def open_pass(self) -> AbstractContextManager[Any]:
@@ -393,7 +393,7 @@ class EngineExecution(Execution):
                 part.backend = EngineAttention(cast(AttentionBackend, part.backend), part.options)
             elif isinstance(part, Experts):
                 self._give_grouped_products(part)
-        # Overlap in chunks is made of our own products.
+        # Overlap in chunks is made of our products.
         if self.config.tp_comm_overlap:
             return
         # As for such inputs of linear layers: those layers stay ours.
@@ -420,7 +420,7 @@ class EngineExecution(Execution):
     def _find_fused_product(self, branch: ResidualBranch, keep_inputs: set[str]) -> str | None:
         """The linear layer that the norm before a branch becomes a part of; None where the norm stays apart."""
         config, module = self.config, branch.parts[branch.name]
-        # Where the normalised input goes somewhere else, too, or changes its number format, the norm stays apart.
+        # Where the normalised input goes somewhere else, too, or changes its dtype, the norm stays apart.
         if config.apply_residual_connection_post_layernorm or config.fp32_residual_connection:
             return None
         if config.parallel_residual_shares_norm:

@@ -96,7 +96,7 @@ class ExpertLinear(nn.Module):
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """Rows [n, in] sorted by expert -> [n, out]; ends: [local experts] int32, where each one's rows end."""
-        # FSDP, which divides rows, joins those of all experts: [experts x out, in].
+        # FSDP, which divides rows, joins the rows of all experts: [experts x out, in].
         weight = use_parts(self.weight)
         weight = weight if weight.dim() == 3 else weight.unflatten(0, (-1, self.rows_per_expert))
         if self._chosen_without_device is not None and not weight.is_meta:
@@ -131,8 +131,8 @@ class Experts(MegatronModule):
         self.weigh = weigh_activated
         ep, etp = pg_collection.ep, pg_collection.expt_tp
         self.adds_bias = etp.rank() == 0
-        # Named also in a group of one: by this axis the engine knows experts' gradients, which it sums over other
-        # ranks than those of the other layers.
+        # Named also in a group of one: by this axis the engine knows experts' gradients, which it sums over other ranks
+        # than the other layers' gradients.
         by_expert = Split(0, "ep", ep.size(), ep.rank())
         gated = config.gated_linear_unit
         parts = list_gate_and_up(inner, config.moe_mlp_glu_interleave_size, etp.size()) if gated else None
@@ -156,7 +156,7 @@ class Experts(MegatronModule):
         )
 
     def show_experts(self, names: WeightNames) -> None:
-        """Show each local expert's weights as parameters of their own, views of the stacks, under upstream's names."""
+        """Show each local expert's weights as separate parameters, views of the stacks, under upstream's names."""
         layers = {"linear_fc1": self.linear_fc1, "linear_fc2": self.linear_fc2}
         if names == "engine":
             for layer in layers.values():
@@ -169,7 +169,7 @@ class Experts(MegatronModule):
             divide_layer(layer, [expert.get_submodule(name) for expert in self.local_experts], numbers=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Another device or number format, for what is stored; what is shown of it follows."""
+        """Another device or dtype, for what is stored; what is shown of it follows."""
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for stack in (*vars(self.linear_fc1).values(), *vars(self.linear_fc2).values()):
             if isinstance(stack, nn.Parameter):
@@ -213,7 +213,8 @@ class Experts(MegatronModule):
             bias = self.linear_fc2.repeat_bias(ends, len(rows))
             if self.adds_bias:
                 return output + (bias * weights).to(rows.dtype)
-            # Another process adds it to the sum, and has the weights' gradient; the bias's own is the same everywhere.
+            # Another process adds it to the sum, and has the weights' gradient; the bias's gradient is the same
+            # everywhere.
             bias = (bias * weights.detach()).to(rows.dtype)
             return output + (bias - bias.detach())
         return output

@@ -162,7 +162,7 @@ class FP8Experts(FP8Matmul):
         y = self._multiply_rows(rounded, weight, ends, x.dtype, over_rows=False)
         if self.recipe.has_one_scale(INPUT):
             return y, self.recipe.pack(rounded)
-        # Blocks of tokens end with an expert's rows, so that an expert's scales follow those of the one before.
+        # Blocks of tokens end with an expert's rows, so that an expert's scales follow the previous expert's.
         parts = x.split(count_rows(ends))
         of_experts = [self.recipe.pack(self._round_for_weight_grad(rounded, part)) for part in parts]
         return y, tuple(
@@ -198,7 +198,7 @@ class FP8Experts(FP8Matmul):
 
     def _list_grads(self, grad: Tensor, rows_per_expert: list[int]) -> Iterator[Operand]:
         """Output gradients of each expert [rows of e, out], rounded to be summed over them."""
-        # Scales of a whole matrix are those of all experts' rows; blocks along the rows are an expert's own.
+        # A full matrix has one scale for all experts' rows; blocks along the rows belong to one expert.
         if self.recipe.has_one_scale(GRAD):
             yield from _split_rows(self._round_grad_again(grad).transposed, rows_per_expert)
             return
@@ -278,8 +278,8 @@ def grouped_mm_works(widths: tuple[int, int], dtype: torch.dtype, device: torch.
     if _grouped_mm is None or device.type == "meta":
         return False
     inputs, outputs = widths
-    # Operands of their own, as training has them: a product's result may have padded rows, which a kernel takes where
-    # it refuses rows without padding.
+    # Separate operands, as in training: a product's result may have padded rows, which a kernel takes where it refuses
+    # rows without padding.
     x, grad = (_first_and_last_column(16, width, dtype, device) for width in (inputs, outputs))
     weight = torch.ones(2, outputs, inputs, dtype=dtype, device=device)
     # The second expert without rows, as it happens in training.
@@ -294,7 +294,7 @@ def grouped_mm_works(widths: tuple[int, int], dtype: torch.dtype, device: torch.
 
     try:
         found = multiply_all(GroupedMatmul())
-    except RuntimeError:  # not for this device, these widths or this number format; NotImplementedError is one
+    except RuntimeError:  # not for this device, these widths or this dtype; NotImplementedError is one
         return False
     return all(
         result is not None and expected is not None and torch.equal(result, expected)
@@ -303,8 +303,8 @@ def grouped_mm_works(widths: tuple[int, int], dtype: torch.dtype, device: torch.
 
 
 def _first_and_last_column(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[rows, width] with ones in the first and last column, else zeros: products with them are exact in any number
-    format, in whatever order a kernel adds them up."""
+    """[rows, width] with ones in the first and last column, else zeros: products with them are exact in any dtype, in
+    whatever order a kernel adds them up."""
     matrix = torch.zeros(rows, width, dtype=dtype, device=device)
     matrix[:, 0] = matrix[:, -1] = 1.0
     return matrix

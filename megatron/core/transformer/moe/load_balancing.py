@@ -4,8 +4,8 @@
     balance   c E / (k T^2) sum_e (tokens that chose e) (sum over tokens of e's affinity)      Fedus et al., 2021, eq. 4
     z         c / T sum over tokens of log(sum_e exp(logit))^2                                 Zoph et al., 2022, eq. 5
 
-Each process computes the share of its own tokens: the affinities it sums are its own, the counts are everyone's. The
-shares of the processes that divide a microbatch add up to the loss of the microbatch, whatever the layout.
+Each process computes its tokens' share: it sums its local affinities, but the counts are over all processes. The shares
+of the processes that divide a microbatch add up to the loss of the microbatch, whatever the layout.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def compute_balance_loss(affinities: Tensor, tokens_per_expert: Tensor, tokens: 
 
     affinities: [T, E], or [T, b, E] for a loss of each of b sequences, whose mean is taken.
     tokens_per_expert: [E] or [b, E], how many chose each expert, over all processes. tokens: how many chose; where the
-    counts are means over several microbatches, those of one.
+    counts are means over several microbatches, in one of them.
     """
     # Counts have no gradient. The loss falls when the affinities to experts with many tokens do.
     sums = affinities.sum(dim=0)  # [E] or [b, E]

@@ -123,11 +123,11 @@ class MoELayer(MegatronModule):
         if self.fc2_latent_proj is not None:
             # Of [T, n]: what it makes of three dimensions is a view, to which no residual may be added in place.
             output, _ = self.fc2_latent_proj(output)
-        # Own tokens. Not view(): the residual is added in place, and a view that is written to loses its hooks, through
-        # which FSDP gathers weights.
+        # Local tokens. Not view(): the residual is added in place, and a view that is written to loses its hooks,
+        # through which FSDP gathers weights.
         output = torch.ops.aten._unsafe_view(output, [-1, *hidden_states.shape[1:]])
         if self.divides_tokens:
-            # Everyone goes on with the same whole, so that each has the whole gradient of its own part.
+            # All ranks go on with the same full output, so that each has the full gradient of its part.
             output = gather_from_sequence_parallel_region(output, False, self.tp_group)
         if self.shared_experts is not None:
             output = output + (self._compute_shared_output(hidden_states) if shared is None else shared)

@@ -11,7 +11,7 @@ Rows that belong to no slot may stand between them, so that each destination has
 on the routing (`pad_slots`): zeros, which unpermute leaves out.
 
 Each is the other's transpose. The fused forms write every element once and sum a token's rows in the order of its
-slots, so that nothing depends on how threads meet; the references are made of torch's own operations.
+slots, so that nothing depends on how threads meet; the references are made of torch's operations.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Sorted(NamedTuple):
     """The slots of all tokens sorted by destination: an expert here, or an expert of another rank."""
 
     order: Tensor
-    """[n] slots, those of the first destination first."""
+    """[n] slots, ordered by destination."""
     ends: Tensor
     """[destinations] int32, where in `order` each one's slots end."""
 
@@ -51,7 +51,7 @@ def sort_slots(destinations: Tensor, count: int, kept: int | None = None) -> Sor
 
 
 def pad_slots(found: Sorted, nowhere: int, *, rows_each: int | None = None, multiple: int = 1) -> Sorted:
-    """Put rows without a slot behind those of each destination, until it has `rows_each`, or a multiple of `multiple`.
+    """Put rows without a slot after each destination's rows, until it has `rows_each`, or a multiple of `multiple`.
 
     found: as `sort_slots` returns it; with `rows_each` its order may go on with slots that go nowhere. nowhere: number
     of slots, which stands for none. The host waits for nothing: with `multiple` there are as many rows as any routing
@@ -113,7 +113,7 @@ def _copy_to_slots(x: Tensor, order: Tensor, slots_per_token: int, padded: bool)
         return x.index_select(0, tokens)
     if not x.shape[0]:
         return x.new_zeros(len(order), *x.shape[1:])
-    # The number of no slot is that of a token behind the last.
+    # An empty slot has the number of a token after the last.
     rows = x.index_select(0, tokens.clamp(max=x.shape[0] - 1))
     return rows.masked_fill_((tokens == x.shape[0]).view(-1, *[1] * (x.dim() - 1)), 0.0)
 

@@ -14,8 +14,7 @@ from megatron.core.errors import CheckpointError
 class RouteLog:
     """The microbatches of one step, as a router passes them.
 
-    given: the experts [T, k] of each microbatch, which take the place of the router's own choice; None to let it
-    choose.
+    given: the experts [T, k] of each microbatch, which take the place of the router's choice; None to let it choose.
     """
 
     def __init__(self, given: Sequence[Tensor] | None = None) -> None:

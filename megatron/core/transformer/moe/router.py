@@ -57,7 +57,7 @@ def read_loss_coefficients(config: MoEFields) -> dict[str, float]:
     """Read the weights of the auxiliary losses: kind of loss, as in LOSS_NAMES -> its weight."""
     balancing = zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff, strict=False)
     found = {kind: coefficient for kind, coefficient in balancing if kind in LOSS_NAMES}
-    # z_loss is no balancing loss and has its own flag; here they join because both hang on the same weights.
+    # z_loss is no balancing loss and has a separate flag; here they join because both hang on the same weights.
     return found | ({"z_loss": config.moe_z_loss_coeff} if config.moe_z_loss_coeff else {})
 
 
@@ -187,7 +187,7 @@ class TopKRouter(MegatronModule):
             self.route_log.note(hidden_states, logits, routing.experts)
 
     def _count_tokens(self, routing: Routing, logits: Tensor) -> None:
-        """Add this microbatch's tokens per expert to those of the step, where the bias or the log needs them."""
+        """Add this microbatch's tokens per expert to the step's, where the bias or the log needs them."""
         config = self.config
         if self.expert_bias is not None and self.finds_bias:
             scores = _take_rows(score_choice(logits.detach(), config), self.groups.tp_cp)
@@ -204,7 +204,7 @@ class TopKRouter(MegatronModule):
             self._load = load if self._load is None else self._load + load
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """[s, b, h] -> [T, E], in the router's number format."""
+        """[s, b, h] -> [T, E], in the router's dtype."""
         x = hidden_states.flatten(0, 1)  # [T, h]
         eps = self.config.moe_input_jitter_eps
         if eps is not None and self.training:
@@ -242,8 +242,8 @@ class TopKRouter(MegatronModule):
         return choose_experts(logits, config, self.expert_bias, given, self.arithmetic.weigh)
 
     def routing(self, logits: Tensor, padding_mask: None = None) -> tuple[Tensor, Tensor]:
-        """(weights [T, E], 0 where an expert is not chosen; map [T, E] bool) for logits [T, E]. Where a program puts
-        its own in the place of this method, forward takes that one's choice. Raises ConfigError for a padding_mask."""
+        """(weights [T, E], 0 where an expert is not chosen; map [T, E] bool) for logits [T, E]. Where a program
+        replaces this method, forward takes the replacement's choice. Raises ConfigError for a padding_mask."""
         if padding_mask is not None:
             raise ConfigError("TopKRouter.routing() has no padding_mask; leave padding tokens out")
         experts, weights, _ = self._route(logits, self.learns)
@@ -263,7 +263,7 @@ class TopKRouter(MegatronModule):
         if std < 0:
             generator = torch.Generator(logits.device).manual_seed(self.layer_number)
             return logits.new_empty(self.num_experts).normal_(0.0, -std, generator=generator)
-        # torch's own stream, which ranks have in common; what is computed again draws the same.
+        # torch's default stream, which ranks have in common; what is computed again draws the same.
         return logits.new_empty(self.num_experts).normal_(0.0, std)
 
     def _keep_within_capacity(self, routing: Routing, sequences: int) -> Tensor:
@@ -280,7 +280,7 @@ class TopKRouter(MegatronModule):
         return to_rank_order(kept.unflatten(0, (-1, sequences)), cp).flatten(0, 1)[self._own_rows(routing.experts)]
 
     def _own_rows(self, rows: Tensor) -> slice:
-        """Return where this process's tokens are among those of the microbatch, as `_take_rows` puts them together."""
+        """Return where this process's tokens are in the microbatch, as `_take_rows` puts them together."""
         start = self.groups.tp_cp.rank() * rows.shape[0]
         return slice(start, start + rows.shape[0])
 
@@ -369,7 +369,7 @@ class TopKRouter(MegatronModule):
             return
         tokens_per_expert = self._tokens_per_expert
         if tokens_per_expert is None:
-            # Without a microbatch of its own a process still takes part in the all-reduce.
+            # Without a microbatch a process still takes part in the all-reduce.
             tokens_per_expert = torch.zeros(self.num_experts, dtype=torch.int64, device=self.expert_bias.device)
         self._tokens_per_expert = None
         all_reduce(tokens_per_expert, groups.tp_dp_cp)
@@ -401,7 +401,8 @@ def _take_rows(rows: Tensor, group: Group) -> Tensor:
 
 
 def _draw(draw: functools.partial[Tensor]) -> Tensor:
-    """Random numbers of this process's own: processes route different tokens, and must not jitter them alike."""
+    """Random numbers that differ from process to process: processes route different tokens, and must not jitter them
+    alike."""
     tracker = get_cuda_rng_tracker()
     if not tracker.is_initialized():
         return draw()

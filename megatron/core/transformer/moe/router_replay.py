@@ -111,7 +111,7 @@ class RouterReplay:
 
     def take(self, tokens: int, topk: int) -> Tensor | None:
         """Return the choices of the next microbatch, or None where the router is to choose. Raises ConfigError where
-        none are set, or those of other tokens."""
+        none are set, or choices for other tokens."""
         action = self.router_replay_action
         if action not in (RouterReplayAction.REPLAY_FORWARD, RouterReplayAction.REPLAY_BACKWARD):
             return None

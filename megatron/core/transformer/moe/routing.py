@@ -129,9 +129,9 @@ def choose_best(
 ) -> Tensor:
     """The k highest scores of each row, [T, E] -> [T, k] numbers of experts, the best first.
 
-    With groups of neighbouring experts, only those of the `group_topk` groups are candidates whose k / group_topk best
-    scores add up highest (group_score "sum"; DeepSeek-V3, section 2.1.2), whose two best do ("two-best"; the published
-    programs of DeepSeek-V3 and GLM 4.5), or whose best one is highest ("best"; DeepSeek-V2, section 2.2.2).
+    With groups of neighbouring experts, only experts of the `group_topk` groups are candidates whose k / group_topk
+    best scores add up highest (group_score "sum"; DeepSeek-V3, section 2.1.2), whose two best do ("two-best"; the
+    published programs of DeepSeek-V3 and GLM 4.5), or whose best one is highest ("best"; DeepSeek-V2, section 2.2.2).
     """
     if num_groups and group_topk:
         # Groups are runs of neighbouring experts, which usually lie on one node: limiting groups limits the nodes of a
@@ -149,7 +149,7 @@ def choose_best(
 
 
 def weigh_experts(logits: Tensor, experts: Tensor, config: MoEFields) -> Routing:
-    """Weigh the given experts [T, k] by their own logits: sigmoid of a single one, else softmax over all E."""
+    """Weigh the given experts [T, k] by their logits: sigmoid of a single one, else softmax over all E."""
     wide = at_least_float32(logits)
     scores = wide.sigmoid() if config.moe_router_topk == 1 else wide.softmax(dim=-1)
     return Routing(experts, weigh_chosen(scores, experts, "as they are", config.moe_router_topk_scaling_factor))

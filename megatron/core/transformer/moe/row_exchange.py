@@ -5,7 +5,7 @@
     backward    finish: gradients leave    ... its backward ...                    start: wait until all are there
 
 Autograd runs the youngest operation first. What was computed between the halves in forward therefore has its backward
-between them, too. Collectives are torch's own; on CUDA they run on the communicator's stream.
+between them, too. Collectives are torch's; on CUDA they run on the communicator's stream.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _UnderWay(NamedTuple):
     """Kept until it has left."""
     arriving: Tensor
     packed: torch.dtype | None
-    """Number format of the rows that travel as bytes; None where they travel as they are."""
+    """Dtype of the rows that travel as bytes; None where they travel as they are."""
 
 
 # Rows that travel have no values yet, and as gradients not the shape of what they stand for. So the graph between the

@@ -45,7 +45,7 @@ class SharedExpertMLP(MLP):
         self.gate_weight = None
         if config.moe_shared_expert_gate or gate:
             assert config.hidden_size is not None
-            # With sequence parallelism each rank gates its own tokens: its gradient of the gate is a partial sum.
+            # With sequence parallelism each rank gates its tokens: its gradient of the gate is a partial sum.
             splits_tokens = config.sequence_parallel and groups.tp.size() > 1
             self.gate_weight = declare_parameter(
                 (1, config.hidden_size),

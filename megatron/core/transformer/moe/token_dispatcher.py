@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exchange of tokens with experts on other ranks: the way there (dispatch), and the way back of the outputs (combine).
 
-Every rank has tokens of its own. The ranks of one copy of the experts form the group tp_ep: expert parallelism deals
-out the experts, expert tensor parallelism splits each of them over `ranks_per_expert` neighbours in the group.
+Every rank has different tokens. The ranks of one copy of the experts form the group tp_ep: expert parallelism deals out
+the experts, expert tensor parallelism splits each of them over `ranks_per_expert` neighbours in the group.
 
-    allgather    dispatch: all-gather of the group's tokens, of which each rank takes those of its experts
+    allgather    dispatch: all-gather of the group's tokens, of which each rank takes its experts' tokens
                  combine: reduce-scatter of the outputs
     alltoall     dispatch: all-to-all that sends each token to the ranks of its experts
                  combine: all-to-all back, and a sum over each token's experts
 
-In a group of one both only permute. T: own tokens, k: experts of a token, n: rows for the local experts, which are as
+In a group of one both only permute. T: local tokens, k: experts of a token, n: rows for the local experts, which are as
 many as the local experts were chosen.
 """
 
@@ -61,7 +61,7 @@ class Dispatched(NamedTuple):
     ends: Tensor
     """[local experts] int32: where each one's rows end, that is, tokens per expert summed up."""
     combine: Callable[[Tensor], Tensor]
-    """Weighted outputs [n, h] -> their sums for the own tokens [T, h]."""
+    """Weighted outputs [n, h] -> their sums for the local tokens [T, h]."""
 
 
 class TokenDispatcher(ABC):
@@ -143,7 +143,7 @@ class TokenDispatcher(ABC):
         return -(-rows // self.multiple) * self.multiple
 
     def _copy_weights(self, weights: Tensor, order: Tensor) -> Tensor:
-        """Weights of all slots -> those of the rows; zero for rows without a slot."""
+        """Weights of all slots -> weights of the rows; zero for rows without a slot."""
         if self.pads:
             weights = torch.cat((weights, weights.new_zeros(1)))
         return weights.index_select(0, order)
@@ -211,7 +211,7 @@ class AllToAllDispatcher(TokenDispatcher):
         members, tokens = self.group.size(), x.shape[0]
         destination = self._list_destinations(routing)
         weights = routing.weights.repeat_interleave(self.ranks_per_expert, dim=1).flatten()
-        # Where each rank has microbatches of its own, the capacity also bounds what it sends.
+        # Where each rank has different microbatches, the capacity also bounds what it sends.
         if self.has_equal_rows and self.ranks_of_microbatch == 1:
             return self._exchange_equal_rows(x, destination, weights, meanwhile)
         slots = destination.shape[1]

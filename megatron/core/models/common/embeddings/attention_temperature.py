@@ -4,7 +4,7 @@
     query at position p *= 1 + scale * ln(1 + floor((p + first) / floor_tokens)),    p = 0, 1, ...
 
 A softmax over more keys is flatter. Llama 4 has the factor in layers without rotary positions, which see all keys, and
-counts from first = 1; Ministral 3 has it in all layers, from 0. Positions of packed documents begin anew at each.
+counts from first = 1; Ministral 3 has it in all layers, from 0. Positions start again at each packed document.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class AttentionTemperature:
     def build_rotation(
         self, length: int, device: torch.device, sequence: Group, layout: TokenLayout | None = None
     ) -> Rotation:
-        """The factor of positions [0, length), or of those of a layout, and angles of no channels.
+        """The factor of positions [0, length), or of a layout's, and angles of no channels.
 
-        Of them those that this rank holds, where the ranks of `sequence` share the sequence.
+        Only of the positions that this rank holds, where the ranks of `sequence` share the sequence.
         """
         # A layout has its positions on the host; without one nothing has to travel to the device.
         positions = torch.arange(length, device=device) if layout is None else layout.positions

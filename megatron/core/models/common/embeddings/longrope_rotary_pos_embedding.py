@@ -21,7 +21,7 @@ from megatron.core.transformer.rotary import Rotation
 
 
 class LongRotaryEmbedding(RotaryEmbedding):
-    """The angles of any stretch of positions; those of sequences that end behind the original length are others."""
+    """The angles of any range of positions; sequences that are longer than the original length get different ones."""
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's rotation of queries and keys, for attention of programs' own; a file, since they replace what is in it.
+"""Upstream's rotation of queries and keys, for programs with custom attention; a file, since they replace what is in
+it.
 
-Angles are [s, 1, 1, r], one for each of the r rotated channels (RotaryEmbedding.forward). Our own attention rotates by
+Angles are [s, 1, 1, r], one for each of the r rotated channels (RotaryEmbedding.forward). Our attention rotates by
 megatron/core/transformer/rotary.py, which nothing here changes.
 """
 

@@ -51,7 +51,7 @@ class Llama3Scaling:
 class RotaryEmbedding(nn.Module):
     """The angles of any stretch of positions; the table grows as longer sequences come."""
 
-    # Whoever asks for angles says which ranks share the sequence.
+    # The caller of forward says which ranks share the sequence.
     @take_arguments(
         "kv_channels rotary_percent rotary_interleaved seq_len_interpolation_factor rotary_base rope_scaling "
         "rope_scaling_factor use_cpu_initialization=... cp_group=..."
@@ -105,7 +105,7 @@ class RotaryEmbedding(nn.Module):
         transformer_config: Any,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> int:
-        """Return for how many positions a model's forward needs angles: those of the whole sequence, of which the
+        """Return the number of positions that a model's forward needs angles for: the full sequence's, of which the
         stage's input [s, b, h] is this rank's part, or of the longest document. transformer: a block, whose
         `input_tensor` counts where it has one. Raises ConfigError for an inference_context, whose layout says it."""
         if inference_context is not None:
@@ -126,9 +126,9 @@ class RotaryEmbedding(nn.Module):
         layout: TokenLayout | None = None,
         longest: int = 0,
     ) -> Rotation:
-        """Cosines and sines of positions [0, length), or in generation of those of a layout, on `device`; of them those
-        that this rank holds, where the ranks of `cp_group` share the sequence. longest: how long a sequence may become,
-        which changes nothing here."""
+        """Cosines and sines of positions [0, length), or in generation of a layout's, on `device`; only of the
+        positions that this rank holds, where the ranks of `cp_group` share the sequence. longest: how long a sequence
+        may become, which changes nothing here."""
         end = length if layout is None else layout.longest
         device = self.inv_freq.device if device is None else device
         if self._table is None or self._table[0].shape[0] < end or self._table[0].device != device:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary positions for sequences longer than those of the training before (Peng et al., "YaRN", 2023, section 3).
+"""Rotary positions for sequences longer than in the training before (Peng et al., "YaRN", 2023, section 3).
 
 turns_i   = original length * frequency_i / 2 pi          of channel pair i, within the original length
 kept_i    = 1 above beta_fast turns, 0 below beta_slow turns, and in between linear in i
