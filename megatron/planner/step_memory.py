@@ -433,7 +433,9 @@ def _add_gradients_of_streams(
     elements = tokens.own * model.stream_width
     width, wide = count_bytes(model), 4 if model.enable_hyper_connections else count_bytes(model)
     under_way = wide * (2 if wide > width else 1)
-    freed = sum(row.bytes for row in rows if row.name != "the residual streams")
+    late = model.defers_weight_gradients or model.delays_weight_gradients  # products then keep what they multiply
+    freed = sum(row.bytes for row in rows if row.name != "the residual streams" and not (late and row.is_factor))
+    freed -= tokens.all * model.hidden_size * width * late
     return max(of_branch + elements * width, elements * (2 * width + under_way) - freed)
 
 

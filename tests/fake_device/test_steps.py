@@ -103,6 +103,8 @@ HELD = {
     "states handed over": (
         "cp2", f"{DENSE.replace('--num-layers 4', '--hybrid-layer-pattern M-')} {LONG} --global-batch-size 2",
     ),
+    "streams in zb-h1": ("pp2", f"{DENSE} --enable-hyper-connections --pipeline-schedule zb-h1", "stages"),
+    "streams mixed again": ("1", f"{DENSE} --enable-hyper-connections --mhc-recompute-layer-num 2"),
 }  # fmt: skip
 """What only the planner's formula is about."""
 
