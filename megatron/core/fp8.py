@@ -52,7 +52,7 @@ class Operand:
     block: tuple[int, int] | None = None
     """Rows and columns that share a scale; all when None."""
     factor: Tensor | None = None
-    """float32 scalar: a second factor of all values, where `inverse` has few bits."""
+    """float32 scalar: a second factor of all values, where `inverse` has low precision."""
     turned: Tensor | None = None
     """The values with their last two dimensions exchanged in memory, where a kernel has written them, too."""
 
@@ -136,7 +136,7 @@ def compute_mx_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """The power of two by which values are multiplied in the microscaling format; its inverse is what E8M0 stores."""
     # The exponent of amax / largest, rounded up: rounded down, as the specification has it, greatest values saturate.
     of_largest, largest_exponent = math.frexp(torch.finfo(dtype).max)  # 0.875 of 448 and of 57344, times 2^9 and 2^16
-    # A greater mantissa than that of the largest value, 23 bits behind the exponent, carries into the exponent.
+    # A greater mantissa (the 23 bits after the exponent) than the largest value's carries into the exponent.
     carry = 0x7FFFFF - int((2 * of_largest - 1) * 2**23)
     bits = amax.view(torch.int32).add(carry).bitwise_right_shift_(23)  # the exponent + 127, rounded up
     bits = bits.neg_().add_(2 * 127 + largest_exponent - 1).clamp_(max=127 - _SMALLEST_EXPONENT)
@@ -150,8 +150,8 @@ def quantise_tensor(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Operand:
 
 
 def quantise_blocks(x: Tensor, dtype: torch.dtype, block: tuple[int, int], *, mx: bool = False) -> Operand:
-    """Each block of rows and columns by a scale of its own; blocks at the end may be smaller. mx: see
-    compute_mx_scale; otherwise powers of two of compute_scale."""
+    """Each block of rows and columns by a separate scale; blocks at the end may be smaller. mx: see compute_mx_scale;
+    otherwise powers of two of compute_scale."""
     if is_turned(x):
         return quantise_blocks(x.transpose(-2, -1), dtype, (block[1], block[0]), mx=mx).transposed
     blocks = split_into_blocks(x.float() if x.dtype == torch.float16 else x, block)
@@ -250,8 +250,8 @@ def _multiply_wide(a: Tensor, b: Tensor) -> Tensor:
 
 
 def multiply_natively(a: Operand, b: Operand, out_dtype: torch.dtype, *, sums_fast: bool = False) -> Tensor:
-    """The same by the device's own 8-bit product, which takes whole matrices with one scale and multiples of 16.
-    sums_fast: in the tensor cores' own sums, which have fewer bits than float32, from beginning to end."""
+    """The same by the device's 8-bit product, which takes matrices with one scale each and sizes that are multiples of
+    16. sums_fast: accumulate in the tensor cores, with fewer bits than float32, from beginning to end."""
     assert a.block is None and b.block is None, f"blocks {a.block} and {b.block}"
     # Only what is summed may need padding: rows of a microbatch, or of an expert, in a weight gradient.
     missing = -a.values.shape[1] % 16
@@ -284,8 +284,8 @@ def widen(values: Tensor) -> Tensor:
         return values.float()
     if is_turned(values):
         return widen(values.transpose(-2, -1)).transpose(-2, -1)
-    # The CPU's own conversion takes up to ten times as long as that of float16, which has the bits of either format in
-    # it: e5m2 is its first byte.
+    # The CPU's conversion takes up to ten times as long as float16's, which has the bits of either format in it: e5m2
+    # is its first byte.
     bits = values.contiguous().view(torch.int8).to(torch.int16)
     if values.dtype == E5M2:
         return bits.mul_(256).view(torch.float16).float()

@@ -6,7 +6,7 @@ save_plan, load_plan           who writes which box; which saved boxes cover min
 torch_dist                     the file format of torch.distributed.checkpoint
 async_save, snapshot,          saving beside training: host memory that is written by a thread or a process
 writer_process
-async_requests                 the same for loops of one's own, with upstream's names
+async_requests                 the same for users' training loops, with upstream's names
 state_dicts                    save() and load() as upstream has them: nested dictionaries
 manifest, directory, durable   complete or invisible; damage is found before anything is used
 safe_pickle, legacy            reading what others wrote without running it

@@ -35,8 +35,8 @@ def on_every_rank(group: Group, action: Callable[[], T]) -> list[T]:
 
 
 def with_everyone(group: Group, action: Callable[[], T]) -> T:
-    """Do it everywhere, and go on with one's own result, which does not travel, once all have done it. The first error
-    that anybody had is raised everywhere."""
+    """Run it on every rank, and return the local result, which is not sent, once all have done it. The first error that
+    anybody had is raised everywhere."""
     results: list[T] = []
     on_every_rank(group, lambda: results.append(action()))
     return results[0]

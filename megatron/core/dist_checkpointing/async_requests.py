@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving in the background with upstream's names, for loops of one's own.
+"""Saving in the background with upstream's names, for users' training loops.
 
 queue = AsyncCallsQueue()
 request = dist_checkpointing.save(state, "checkpoint", async_sharded_save=True)
@@ -47,7 +47,7 @@ class AsyncCallsQueue:
     """Saves under way, one at a time; all processes call its methods at the same places of their program."""
 
     def __init__(self, persistent: bool = False) -> None:
-        """persistent: a process of its own writes; otherwise a thread does."""
+        """persistent: a separate process writes; otherwise a thread does."""
         self._saver = AsyncSaver(WriterProcess() if persistent else None)
         self._request: AsyncRequest | None = None
         self._finished: SaveResult | None = None
@@ -71,8 +71,8 @@ class AsyncCallsQueue:
         """The number of the save that all processes now know to be complete, whose finalize functions were called;
         nothing while there is none.
 
-        blocking: wait for it. no_dist: do not ask the others; for where each asks at a moment of its own, and then
-        finalize functions must not communicate. Raises StorageError, on every process, when the save has failed.
+        blocking: wait for it. no_dist: do not ask the others; for processes that ask at different moments; finalize
+        functions must then not communicate. Raises StorageError, on every process, when the save has failed.
         """
         request = self._request
         if request is None:

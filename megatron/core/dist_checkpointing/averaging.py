@@ -45,7 +45,7 @@ _LISTED = 5
 
 @dataclass(frozen=True)
 class _AveragedTensor(ShardedTensor):
-    """A tensor that is computed when it is written; `data` has its shape and number format, and no memory."""
+    """A tensor that is computed when it is written; `data` has its shape and dtype, and no memory."""
 
     sources: tuple[StoredTensor, ...] = ()
     """The last one is of the newest checkpoint."""
@@ -83,10 +83,10 @@ def average_checkpoints(
     the newest one's number. Returns the new checkpoint's directory.
 
     weights: one for each iteration; None weighs all alike. on_bytes: hears of the bytes read, each file once for its
-    checksum and each averaged tensor once. The number format of each tensor is the newest checkpoint's; where 16-bit
-    training has kept a copy in float32, that is averaged and rounded once. State of the optimizer and random numbers
-    are left out. Raises CheckpointError when a checkpoint is missing, damaged, or of another model, ConfigError for
-    unusable numbers or an output that has this iteration already, StorageError.
+    checksum and each averaged tensor once. The dtype of each tensor is the newest checkpoint's; where 16-bit training
+    has kept a copy in float32, that is averaged and rounded once. State of the optimizer and random numbers are left
+    out. Raises CheckpointError when a checkpoint is missing, damaged, or of another model, ConfigError for unusable
+    numbers or an output that has this iteration already, StorageError.
     """
     shares = _find_shares(iterations, weights)
     order = sorted(range(len(iterations)), key=lambda index: iterations[index])
@@ -103,7 +103,7 @@ def average_checkpoints(
         "config": serialization.read_document(newest.path, "config"),
         "average": {"iterations": [iterations[index] for index in order], "shares": [shares[index] for index in order]},
     }
-    # Files in directories of their own are those that were copied along: the tokenizer's.
+    # Files in subdirectories were copied along: the tokenizer's.
     attachments = {name: newest.path / name for name in read_manifest(newest.path).files if "/" in name}
     with refuse_unwritable(output):
         lock = DirectoryLock(output, lambda sentence: None)
@@ -117,7 +117,7 @@ def average_checkpoints(
 
 
 def _open(root: Path, iteration: int) -> StoredCheckpoint:
-    """The checkpoint of an iteration. Raises CheckpointError where there is none, or it is not in our own format."""
+    """The checkpoint of an iteration. Raises CheckpointError where there is none, or it is not in our format."""
     path = iteration_directory(root, iteration)
     if not path.is_dir():
         saved = ", ".join(map(str, saved_iterations(root))) or "none"

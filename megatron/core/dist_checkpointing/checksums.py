@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""crc32 of parts of files, put together to that of the whole, so that several threads and processes can share it."""
+"""crc32 of parts of files, combined to the full file's, so that several threads and processes can share it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ONE, _X = 1 << 31, 1 << 30
 
 
 def combine_crc32(first: int, second: int, second_bytes: int) -> int:
-    """crc32 of two pieces of data, one behind the other, from that of each and the length of the second.
+    """crc32 of two pieces of data, one after the other, from the crc32 of each and the length of the second.
 
     As crc32_combine() of zlib does, which Python has no name for: the first is moved along by multiplying it, as a
     polynomial over two elements, with x^(8 * second_bytes).
@@ -41,7 +41,7 @@ def _power_of_x(exponent: int) -> int:
 
 
 def _multiply(a: int, b: int) -> int:
-    """The product of two polynomials, modulo that of crc32."""
+    """The product of two polynomials, modulo crc32's."""
     product = 0
     while a:
         if a & _ONE:
@@ -110,7 +110,7 @@ def compute_checksums(
 
 
 def join_checksums(segments: Sequence[FileSegment], checksums: Sequence[int]) -> dict[str, int]:
-    """crc32 of each file from those of its parts."""
+    """crc32 of each file from its parts'."""
     files: dict[str, int] = {}
     # Many parts are of one length, and the power takes longer than the rest.
     powers: dict[int, int] = {}

@@ -76,7 +76,7 @@ class Diagnosis:
 
     root: Path
     checkpoints: list[Condition] = field(default_factory=list)
-    """Oldest first; before them those of `non_persistent`."""
+    """Oldest first; before them the ones of `non_persistent`."""
     findings: list[Finding] = field(default_factory=list)
     chosen: Path | None = None
     """Directory that --load takes; None where there is none that it can."""

@@ -103,7 +103,7 @@ def read_earlier(root: Path) -> set[int]:
 
 
 def write_earlier(root: Path, iterations: Iterable[int]) -> None:
-    """Write down those of these iterations that `root` still holds. Raises StorageError."""
+    """Write down which of these iterations `root` still holds. Raises StorageError."""
     held = {iteration for iteration in iterations if iteration_directory(root, iteration).is_dir()}
     if held != read_earlier(root):
         with storage_errors(f"writing {root / _EARLIER_NAME}"):
@@ -114,7 +114,7 @@ def list_superseded(root: Path, newest: int, keep_last: int, others: Container[i
     """Iterations of the complete checkpoints that `keep_last` others up to and with iteration `newest` make
     superfluous.
 
-    Iterations beyond `newest` belong to a run that went back, `others` to another run, and links to whoever made them:
+    Iterations beyond `newest` belong to a run that went back, `others` to another run, and links to what made them:
     none of these counts or is listed.
     """
     older = [iteration for iteration in list_complete(root) if iteration <= newest and iteration not in others]
@@ -348,10 +348,10 @@ Verify = Callable[[Path, Manifest], None]
 def find_checkpoint(root: Path, iteration: int | None = None, verify: Verify = verify_files) -> FoundCheckpoint | None:
     """The checkpoint to load: the given iteration, else the tracker's, else the newest that is complete and undamaged.
 
-    root: a directory of checkpoints, or one checkpoint's own directory. None when there is nothing in it yet. Raises
+    root: a directory of checkpoints, or the directory of one checkpoint. None when there is nothing in it yet. Raises
     CheckpointError when the given iteration cannot be loaded, or when there are checkpoints but none can be.
     """
-    # --load may also name one checkpoint's own directory.
+    # --load may also name the directory of one checkpoint.
     if (root / MANIFEST_NAME).exists():
         return _verified(root, verify)
     if iteration is not None:
@@ -381,7 +381,7 @@ def take_first_good(
         directory = path.parent
         newest = saved_iterations(directory)[0]
         if not skipped and found.manifest.iteration < newest:
-            # Whoever wrote the tracker to go back wants that; where it was damaged, this is the only sign of it.
+            # A user who wrote the tracker to go back wants that; where it was damaged, this is the only sign of it.
             skipped.append(
                 f"{directory / TRACKER_NAME} names iteration {found.manifest.iteration} although "
                 f"{iteration_directory(directory, newest)} is newer"

@@ -5,14 +5,14 @@
 
     take      look at every lock file: each has to be of a run that has ended. Create the next number, which the file
               system gives to one process only, and look again: a file that was not there before is a rival's, who may
-              have looked before we created ours; withdraw and begin anew. Remove those of the ended runs.
-    hold      a thread rewrites the counter in our own file every few seconds.
+              have looked before we created ours; withdraw and start again. Remove the files of the ended runs.
+    hold      a thread rewrites the counter in our file every few seconds.
     check     the file is still there, before a save begins and before it becomes visible.
     release   remove the file.
 
-A run has ended when its process is known to be gone, which is asked on its own machine only, or when its counter stands
-still for PATIENCE_SECONDS of the observer's own clock. Times of two machines are never compared. No file but the own
-is ever rewritten, so that a process which was stopped and comes back cannot undo the next one's lock.
+A run has ended when its process is known to be gone, which is checked only on its machine, or when its counter does not
+change for PATIENCE_SECONDS of the observer's clock. Times of two machines are never compared. A process rewrites only
+its file, so that a process which was stopped and comes back cannot undo the next one's lock.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Holder:
     host: str
     pid: int
     since: str
-    """Start time by its own clock; for people only."""
+    """Start time by its clock; only for people."""
     machine: str | None
     """Kernel, and its process namespace, that `pid` belongs to; None where the system does not say."""
     process_started: int | None
@@ -84,7 +84,7 @@ class Holder:
         """True when the process has certainly ended, False when it certainly has not, None when that cannot be told."""
         if self.machine is None or self.machine != name_machine():
             return None
-        # A process is in one run at a time: an earlier one of our own was left without being closed.
+        # A process is in one run at a time: an earlier one of this process was left without being closed.
         if self.pid == os.getpid():
             return True
         is_listed, started = _read_process(self.pid)
@@ -176,7 +176,7 @@ def _claim(root: Path, holder: Holder, tell: Callable[[str], None], flag: str) -
         except FileExistsError:
             continue
         # A file that was not there, or has another run in it, is a rival's. Creating ours has made a network file
-        # system fetch the list anew, so that one of two rivals at least sees the other.
+        # system fetch the list again, so that one of two rivals at least sees the other.
         if any(ended.get(name) != content for name, content in _read_locks(root).items() if name != path.name):
             path.unlink(missing_ok=True)
             # At random, so that two that withdrew from each other do not meet again and again.

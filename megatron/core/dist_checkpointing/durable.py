@@ -123,7 +123,7 @@ def begin_flush(descriptor: int, start: int, num_bytes: int) -> None:
 
     Does nothing where the system has no such call. What goes wrong is told by the fsync that must follow.
     """
-    # Not os.fsync on another thread: whoever asks first is told of an error, and nobody is told twice.
+    # Not os.fsync on another thread: an error is reported only to the first caller, never twice.
     call = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if call is not None:
         call(descriptor, ctypes.c_int64(start), ctypes.c_int64(num_bytes), _SYNC_FILE_RANGE_WRITE)

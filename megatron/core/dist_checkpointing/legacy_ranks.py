@@ -61,7 +61,7 @@ class LegacyCheckpoint:
     def locate_state(self, group: Group) -> None:
         """Add the optimizer state that lies in flat buffers; every member of `group` calls this.
 
-        Raises CheckpointError on every member where it is not that of these weights.
+        Raises CheckpointError on every member where it does not belong to these weights.
         """
         if self.flat_state is not None:
             self.flat_state.locate(lambda name: self.tensors[name].read(), group)
@@ -121,7 +121,7 @@ def _refuse_unknown_layout(args: Mapping[str, Any], file: Path) -> None:
 
 
 def _place_files(paths: Mapping[str, Path], layout: SavedLayout, directory: Path) -> dict[Rank, Path]:
-    """Each rank's file. Raises CheckpointError where they are not those of the layout."""
+    """Each rank's file. Raises CheckpointError where they do not match the layout."""
     found: dict[Rank, Path] = {}
     for name, path in paths.items():
         match = _RANK.fullmatch(name)

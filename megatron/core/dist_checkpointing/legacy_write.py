@@ -6,8 +6,8 @@
     {"model": {"decoder.layers.0.mlp.linear_fc1.weight": shard, ...}, "optimizer": {"state": {0: ...}, ...}, ...}
 
 A file holds the shards of its rank under the names that its stage gives them; upstream writes each expert's weights
-apart, and numbers the optimizer's parameters group by group in the order of its own modules. The replicas of a rank
-hold the same, and one of them writes. legacy.py and legacy_ranks.py are the readers.
+apart, and numbers the optimizer's parameters group by group in the order of its modules. The replicas of a rank hold
+the same, and one of them writes. legacy.py and legacy_ranks.py are the readers.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def build_models(chunks: Sequence[Sequence[RankTensor]]) -> dict[str, Any]:
 
 
 def build_optimizer(chunks: Sequence[Sequence[RankTensor]], saved: SavedGroups) -> Any:
-    """The state of upstream's optimizer over chunks as `arrange` returned them; a list of two where experts have an
-    optimizer of their own."""
+    """The state of upstream's optimizer over chunks as `arrange` returned them; a list of two where experts have a
+    separate optimizer."""
     parameters = [tensor for chunk in chunks for tensor in chunk]
     numbers = range(len(saved.groups))
     of_experts = [number for number in numbers if saved.groups[number]["is_expert_parallel"]]
@@ -128,8 +128,8 @@ def arrange(chunk: Sequence[RankTensor], *, fused: bool, grouped: bool) -> list[
 
 
 def _place_in_mixer(tensor: RankTensor) -> tuple[bool, bool]:
-    """Order parameters as upstream registers them: a module's own come before its parts, and upstream makes the
-    output projection of attention before what comes before it."""
+    """Order parameters as upstream registers them: a module's parameters come before its submodules', and upstream
+    makes the output projection of attention before what comes before it."""
     is_in_part = "." in tensor.name.removeprefix(_owner(tensor))
     return is_in_part, ".self_attention.linear_proj." not in tensor.name
 

@@ -48,8 +48,8 @@ class SharedReads:
 def choose_readers(reads: list[Read], groups: Sequence[Group]) -> SharedReads:
     """Divide what all members of a group want among them, evenly by bytes; all members call this.
 
-    A read belongs to the first of the groups in which all want it, into tensors of the same number format on the
-    device that computes; what belongs to none each process reads itself.
+    A read belongs to the first of the groups in which all want it, into tensors of the same dtype on the device that
+    computes; what belongs to none each process reads itself.
     """
     own: list[Read] = []
     exchanged = []

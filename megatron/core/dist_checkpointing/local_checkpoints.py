@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints on the ranks' own nodes: each rank has its part of the run's state in a directory of its own.
+"""Checkpoints on the ranks' nodes: each rank has its part of the run's state in a separate directory.
 
     node 0   place/rank_00000/iter_0000990/                    a complete checkpoint of one process, with a manifest
              place/rank_00000/copy_of_rank_00001/iter_0000990/ the same as on node 1, where copies are kept
@@ -53,12 +53,12 @@ _ALONE = SingleRankGroup()
 
 
 def find_rank_directory(place: Path, rank: int) -> Path:
-    """Return where a rank's own parts lie in a directory of its node."""
+    """Return the place of a rank's parts in a directory of its node."""
     return place / f"rank_{rank:05d}"
 
 
 def find_copies_directory(directory: Path, rank: int) -> Path:
-    """Return where copies of another rank's parts lie in a rank's own directory."""
+    """Return the place of copies of another rank's parts in a rank's directory."""
     return directory / f"copy_of_rank_{rank:05d}"
 
 
@@ -116,14 +116,14 @@ def save(
     replicas: Sequence[Group] = (),
     lock: DirectoryLock | None = None,
 ) -> Path:
-    """Save this rank's part into `directory`, which is its own; returns the part's directory when every rank has its
+    """Save this rank's part into `directory`, which only it uses; returns the part's directory when every rank has its
     part. Every member of `group` calls this.
 
     documents: name -> what to store as <name>.json, on every rank. since: see Offer, the first member's counts. layout:
     sizes of the parallel axes. replicas: groups whose members divide what they all hold among themselves. lock: of
     `directory`. Raises StorageError on every member when one of them failed; earlier checkpoints stay as they are.
     """
-    # Those of the whole node: a rank that has just come to it has none of its own, and would begin to count anew.
+    # Saves of the whole node: a rank that has just come to it has none, and would start counting again.
     seen = [
         *_list_offers(directory).values(),
         *(part.offer for part in _list_elsewhere(directory, range(group.size()))),
@@ -150,8 +150,8 @@ def copy_to_partners(path: Path, directory: Path, copying: Copying, group: Group
     ]
 
     own = {partner: _prepare(find_copies_directory(directory, partner)) for partner in partners}
-    # Only the copies that a rank has no place for are left out: its own part may need one most, and the others' are
-    # none of its business.
+    # Only the copies that a rank has no place for are left out: its part may need one most, and the others' do not
+    # depend on it.
     prepared = all_gather_object(own, group)
     problems = {item: prepared[item.destination][item.source] for item in transfers}
     possible = [item for item in transfers if problems[item] is None]
@@ -175,8 +175,8 @@ def _prepare(root: Path) -> str | None:
 
 
 def find_oldest(directory: Path, group: Group) -> int | None:
-    """The iteration of the oldest save of which every member of `group` has its part in its own directory; the same on
-    all of them. Every member calls this."""
+    """The iteration of the oldest save of which every member of `group` has its part in its directory; the same on all
+    of them. Every member calls this."""
     own = _list_offers(directory)
     common = set(own).intersection(*all_gather_object(list(own), group))
     oldest = min((own[identity] for identity in common), default=None, key=lambda offer: offer.number)
@@ -184,8 +184,8 @@ def find_oldest(directory: Path, group: Group) -> int | None:
 
 
 def remove_others(directory: Path, iterations: Collection[int], keeps_copies_of: Collection[int] = ()) -> None:
-    """Remove this rank's parts of all saves but those of these iterations, once every rank has its part of them, and
-    copies of all but these and of all ranks but those. Raises StorageError."""
+    """Remove this rank's parts of all saves except these iterations', once every rank has its part of them, and all
+    copies except of these iterations and of the ranks in keeps_copies_of. Raises StorageError."""
     kept = [find_copies_directory(directory, rank) for rank in keeps_copies_of]
     for root in (directory, *kept):
         for other in saved_iterations(root):
@@ -206,16 +206,16 @@ def find(
     group: Group,
     is_wanted: Callable[[Offer], bool],
 ) -> tuple[FoundPart | None, list[str]]:
-    """This rank's part of the newest save of which every member of `group` has an undamaged one in its own directory,
-    or can get one from another member, and why a newer one was passed over. Every member calls this and gets the same
+    """This rank's part of the newest save of which every member of `group` has an undamaged one in its directory, or
+    can get one from another member, and why a newer one was passed over. Every member calls this and gets the same
     answer.
 
     layout: compute_layout() of this run. is_wanted: asked on the first member before the files are read.
     """
     own = _list_offers(directory)
     everyone = all_gather_object(own, group)
-    # The newest save may lie on other nodes alone: where ranks have changed places, or come back to where they were
-    # before, what they have of their own is older, or nothing.
+    # The newest save may be only on other nodes: where ranks have changed places, or come back to where they were
+    # before, they have only older parts, or none.
     elsewhere = {part.save: part.offer for part in _list_elsewhere(directory, range(group.size()))}
     known: dict[str, Offer] = {}
     for offers in [*all_gather_object(elsewhere, group), *everyone]:
@@ -253,7 +253,7 @@ def find(
 
 
 def load(tensors: ShardedStateDict, part: FoundPart, *, group: Group, replicas: Sequence[Group]) -> None:
-    """Fill the tensors of all members of `group`, which are those of the save. Raises CheckpointError on every member;
+    """Fill the tensors of all members of `group`, the same ones as of the save. Raises CheckpointError on every member;
     the tensors may then hold anything."""
     shared = _divide(tensors, replicas if part.is_shared else ())
 
@@ -325,7 +325,7 @@ def _find_damage(path: Path, identity: str) -> str | None:
 
 
 class _PartLocation(NamedTuple):
-    """Place of a part on another rank's node, or on the own one outside the rank's directory."""
+    """Place of a part on another rank's node, or on the local one outside the rank's directory."""
 
     holder: int
     """A rank that sees it."""
@@ -333,7 +333,7 @@ class _PartLocation(NamedTuple):
 
 
 class _PartElsewhere(NamedTuple):
-    """A part that lies on this rank's node, outside its own directory or as a copy of another's."""
+    """A part on this rank's node, outside its directory or as a copy of another's."""
 
     save: str
     owner: int
@@ -343,7 +343,7 @@ class _PartElsewhere(NamedTuple):
 
 
 def _list_elsewhere(directory: Path, owners: Collection[int]) -> list[_PartElsewhere]:
-    """Parts of these ranks that lie on this rank's node, but for those in its own directory that are its own."""
+    """Parts of these ranks on this rank's node, except for its parts in its directory."""
     place = directory.parent
     found = []
     for root in sorted([*place.glob("rank_*"), *place.glob("rank_*/copy_of_rank_*")]):
@@ -368,7 +368,7 @@ def _find_places(directory: Path, identity: str, owners: Sequence[int], group: G
         places.setdefault(owner, []).append(place)
     for owner, found in places.items():
         found.sort()
-        # Each asks another rank where several see all of them, and itself where it sees its own.
+        # Each asks another rank where several see all of them, and itself where it sees its part.
         first = owner % len(found)
         places[owner] = sorted(found[first:] + found[:first], key=lambda place: place.holder != owner)  # noqa: B023
     return places
@@ -377,8 +377,8 @@ def _find_places(directory: Path, identity: str, owners: Sequence[int], group: G
 def _fetch(
     directory: Path, problems: Mapping[int, str], places: Mapping[int, list[_PartLocation]], group: Group
 ) -> tuple[dict[int, int], dict[int, str]]:
-    """Copy parts into the directories of the ranks that have a problem with their own; returns for these from which
-    rank they have it now, or what the problem is still, the same on every member."""
+    """Copy parts into the directories of the ranks that have a problem with theirs; returns for each the rank it has it
+    from now, or the problem that is left, the same on every member."""
     left, sources = dict(problems), {}
     untried = {rank: list(places.get(rank, ())) for rank in left}
     # What is missing shows when the copy begins.

@@ -131,8 +131,8 @@ def verify_files(
 
 
 def compare_checksums(directory: Path, records: Mapping[str, FileRecord], found: Mapping[str, int]) -> None:
-    """Raise DamagedCheckpointError unless each file's checksum is that of its record; `found` has those of files with
-    content."""
+    """Raise DamagedCheckpointError unless each file's checksum equals its record's; `found` has the checksums of files
+    with content."""
     for name, record in records.items():
         _compare(directory / name, found.get(name, 0), record)
 
@@ -190,7 +190,7 @@ def record_file(path: Path) -> FileRecord:
 
 
 def _render(content: dict[str, Any]) -> bytes:
-    # The manifest vouches for all other files, so it needs a checksum of its own.
+    # The manifest vouches for all other files, so it needs a separate checksum.
     crc32 = zlib.crc32(json.dumps(content).encode())
     return (json.dumps({"crc32": crc32, "content": content}, indent=1) + "\n").encode()
 
@@ -205,7 +205,8 @@ def _from_content(content: Mapping[str, Any], path: Path) -> Manifest:
 def _inside(name: str, manifest: Path) -> str:
     """The name, when it is a path below the checkpoint's directory."""
     path = PurePosixPath(name)
-    # A manifest comes with the checkpoint, from whoever made that: it must not make us read or trust files elsewhere.
+    # A manifest comes with the checkpoint, which anyone may have made: it must not make us read or trust files
+    # elsewhere.
     if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name:
         raise CheckpointError(f"{manifest} names the file {name!r}, which lies outside the checkpoint; refused")
     return name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tensor of this process as a part of a tensor of the whole model: what a checkpoint needs to know, from its
+"""A tensor of this process as a part of a tensor of the full model: what a checkpoint needs to know, from its
 Placement.
 
     shard [local shape] --blocks--> boxes in the full tensor, stored under `key`
@@ -7,8 +7,8 @@ Placement.
 Every process describes what it holds; the save plan lets one process write each box, the load plan finds the saved
 boxes that cover what a process holds now. So a checkpoint of one layout can be loaded by another.
 
-Names are those of upstream's torch_dist format (`optimizer.state.exp_avg.<parameter>`), with one difference: each
-layer has its own entry instead of a slice of a tensor stacked over layers.
+Names follow upstream's torch_dist format (`optimizer.state.exp_avg.<parameter>`), with one difference: each layer has a
+separate entry instead of a slice of a tensor stacked over layers.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class ShardedTensor:
         prepend_axis_num: int = 0,
         allow_shape_mismatch: bool = False,
     ) -> ShardedTensor:
-        """A part of a tensor of a program's own that is cut evenly: (axis, number of this part, of how many) for each
+        """A part of a tensor of a user's program that is cut evenly: (axis, number of this part, of how many) for each
         axis that is cut. prepend_axis_num: axes before those of `data`, one element of them here, which count among the
         axes. replica_id, allow_shape_mismatch: of upstream's signature; who writes is decided when saving, and shapes
         must be equal."""
@@ -110,7 +110,7 @@ class ShardedTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Number format of the values."""
+        """Dtype of the values."""
         return self.data.dtype
 
     @property
@@ -159,8 +159,8 @@ class SlicedTensor(ShardedTensor):
             lengths = [length for _, length in box]
             region = data[place : place + math.prod(lengths)].view(lengths)
             place += region.numel()
-            # A box of the slice may reach over several blocks, for example from the gate's rows into those of the up
-            # projection.
+            # A box of the slice may reach over several blocks, for example from the gate's rows into the up
+            # projection's.
             for piece in placement.pieces():
                 meeting = _meet(box, piece)
                 if meeting is not None:

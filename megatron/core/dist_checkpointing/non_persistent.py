@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of which only the newest stays, in a directory of their own beside the persistent ones.
+"""Checkpoints of which only the newest stays, in a separate directory next to the persistent ones.
 
     root/iter_0000900/                     persistent
     root/non_persistent/iter_0000990/      the newest of the others; non_persistent.json: {"since": "<run_id>"}
@@ -70,7 +70,7 @@ def is_newer_than_all(since: str | None, iteration: int, root: Path, other: Path
     """Return whether a checkpoint from elsewhere, whose document says `since`, is newer than all of both
     directories."""
     persistent = list_candidates(root, []) if root.is_dir() else []
-    # Of a run whose persistent checkpoints somebody has removed since: it is to begin anew.
+    # Of a run whose persistent checkpoints somebody has removed since: it is to start again.
     if not persistent and since is not None:
         return False
     if persistent and not _is_newer(since, iteration, persistent[0]):

@@ -131,7 +131,7 @@ _LONG_PUT, _TEXT_PUT = ord("r"), ord("p")
 
 
 def refuse_outside(directory: Path, name: Any) -> None:
-    """Raise CheckpointError unless a name in a table of contents is that of a file in its directory."""
+    """Raise CheckpointError unless a name in a table of contents names a file in its directory."""
     # A table of contents may come from anywhere: "../../etc/passwd" is not read.
     if not isinstance(name, str) or name in ("", "..") or Path(name).name != name or "\0" in name:
         raise CheckpointError(f"{directory}: the table of contents names the file {name!r} outside of it; refused")

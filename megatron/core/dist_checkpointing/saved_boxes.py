@@ -146,7 +146,7 @@ class BoxReader:
             size = path.stat().st_size
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from None
-        # The table of contents comes with the checkpoint, from whoever made that.
+        # The table of contents comes with the checkpoint, which anyone may have made.
         are_numbers = isinstance(offset, int) and isinstance(length, int)
         if not are_numbers or offset < 0 or not num_bytes <= length <= size - offset:
             raise CheckpointError(

@@ -78,8 +78,8 @@ def save(
 
     documents: name -> what to store as <name>.json; attachments: name in the checkpoint -> file to copy; both are
     taken from the first member. lock: of `root`, on the first member; the save fails where it has been lost. is_alone:
-    `root` is the directory of this checkpoint, missing or empty, instead of one for those of all iterations. Raises
-    StorageError on every member when it failed; checkpoints that were there stay as they are.
+    `root` is the directory of this checkpoint, missing or empty, instead of one for all iterations. Raises StorageError
+    on every member when it failed; checkpoints that were there stay as they are.
     """
 
     def write(temporary: Path) -> _Rest:
@@ -323,7 +323,7 @@ def _copy_attachments(directory: Path, attachments: Mapping[str, Path]) -> dict[
 def _check_same(found: FoundCheckpoint, rank: int) -> None:
     """Raise CheckpointError when this process sees another checkpoint at the path, or none."""
     manifest = read_manifest(found.path)
-    # Two nodes with a local disk of the same name would each load a checkpoint of their own.
+    # Two nodes with a local disk of the same name would each load another checkpoint.
     if manifest.run_id != found.manifest.run_id:
         raise CheckpointError(
             f"{found.path}: rank {rank} sees another checkpoint there than rank 0; is it a shared directory?"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of tensors that one process writes, `__<rank>_0.distcp`: the boxes of its share, each in an archive of its
-own (tensor_archives.py), one behind the other.
+"""The file of tensors that one process writes, `__<rank>_0.distcp`: the boxes assigned to it, each in a separate
+archive (tensor_archives.py), one after the other.
 
-Values go from where they lie into the file, and from the file to where they belong. Where that is one stretch of host
-memory, nothing lies in between; otherwise, as on a GPU, a few buffers of 8 MiB.
+Values go from where they lie into the file, and from the file to where they belong. Where that is one range of host
+memory, nothing is in between; otherwise, as on a GPU, a few buffers of 8 MiB.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def _flatten(values: Tensor) -> Tensor:
 def split_rows(values: Tensor, most_bytes: int, itemsize: int | None = None) -> Iterator[Tensor]:
     """Views of consecutive values, row by row, each of so many bytes at most.
 
-    itemsize: bytes of each value, if not those of its own number format.
+    itemsize: bytes of each value, if not its dtype's.
     """
     itemsize = itemsize or values.itemsize
     if values.numel() * itemsize <= most_bytes:
@@ -218,7 +218,7 @@ class Fill(NamedTuple):
     offsets: Sequence[int]
     """Of the part in the box."""
     target: Tensor
-    """On any device, of any strides and number format, in the shape of the part."""
+    """On any device, of any strides and dtype, in the shape of the part."""
 
 
 def read_boxes(file: io.FileIO, box: SavedBox, fills: Sequence[Fill], *, verify: bool) -> int | None:
@@ -302,7 +302,7 @@ def _meet(piece: Sequence[tuple[int, int]], fill: Fill) -> tuple[tuple[slice, ..
 
 
 def read_box(file: io.FileIO, box: SavedBox, offsets: Sequence[int], target: Tensor) -> None:
-    """Fill `target`, on any device, of any strides and number format, with the part of a box that begins at `offsets`.
+    """Fill `target`, on any device, of any strides and dtype, with the part of a box that begins at `offsets`.
 
     Raises OSError, CheckpointError where the file does not hold such a box, and what torch raises where a damaged
     archive is none of torch's.

@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.shard_files import split_rows
 _PIECE_BYTES = 8 << 20
 _THREADS = 4
 _ALIGNMENT = 64
-"""Each box begins at a multiple of it: a view in another number format needs one of that format's size."""
+"""Each box begins at a multiple of it: a view in another dtype needs one of that dtype's size."""
 
 
 class SnapshotMemory:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save and load a nested dictionary, with upstream's signatures: one checkpoint in a directory of its own.
+"""Save and load a nested dictionary, with upstream's signatures: one checkpoint in a separate directory.
 
     save({"model": model.sharded_state_dict(), "iteration": 10, "rng": a tensor}, "checkpoint")
     state = load({"model": model.sharded_state_dict()}, "checkpoint")
@@ -12,7 +12,7 @@
 | number, text, bool, None, list or dictionary of it | common.json, from the first process; load() returns it too  |
 | ShardedObject                                      | objects.json, from each process that has it                 |
 
-The files are those of serialization.py, complete or invisible, with a manifest.
+serialization.py writes the files, complete or invisible, with a manifest.
 """
 
 from __future__ import annotations
@@ -105,12 +105,12 @@ def load(
     validate_access_integrity: bool = True,
     strict: Any = None,
 ) -> Any:
-    """The dictionary with tensors in place of ShardedTensors, and with all that was saved beside them.
+    """The dictionary with tensors in place of ShardedTensors, and with all that was saved with them.
 
-    The tensors are those of the ShardedTensors, filled in place. What the checkpoint holds beyond the ShardedTensors
-    asked for is left alone; with strict="raise_all" or "raise_unexpected" (or StrictHandling's member) it is refused,
-    and with "return_all" or "return_unexpected" the keys that are missing (none: those are always refused) and those
-    beyond are returned as well, (dictionary, missing, unexpected) or (dictionary, unexpected).
+    The tensors are the ShardedTensors' data, filled in place. What the checkpoint holds beyond the ShardedTensors asked
+    for is left alone; with strict="raise_all" or "raise_unexpected" (or StrictHandling's member) it is refused, and
+    with "return_all" or "return_unexpected" the keys that are missing (none: those are always refused) and those beyond
+    are returned as well, (dictionary, missing, unexpected) or (dictionary, unexpected).
     Raises CheckpointError for a checkpoint that is not
     complete or that lacks a tensor, ModelMismatchError for another shape.
     """
@@ -206,8 +206,8 @@ def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
 
 
 def load_tensors_metadata(checkpoint_dir: str | Path, sharded_strategy: Any = None) -> ShardedStateDict:
-    """Key, shape and number format of every tensor in a checkpoint, as ShardedTensors without values (on the device
-    `meta`). Raises CheckpointError."""
+    """Key, shape and dtype of every tensor in a checkpoint, as ShardedTensors without values (on the device `meta`).
+    Raises CheckpointError."""
     _refuse_strategies(sharded_strategy)
     metadata = read_metadata(Path(checkpoint_dir) / METADATA_NAME)
     return {
@@ -282,7 +282,7 @@ def _without_tensors(
 
 _Nothing: Any = object()
 _TENSOR = "__tensor__"
-"""Key of the entry in common.json that stands for a tensor: its key, number format and shape."""
+"""Key of the entry in common.json that stands for a tensor: its key, dtype and shape."""
 
 
 def _common_of(checkpoint: Path) -> tuple[dict[str, Any], list[ShardedTensor]]:

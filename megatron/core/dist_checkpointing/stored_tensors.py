@@ -81,7 +81,8 @@ class StoredCheckpoint:
 
 
 def open_checkpoint(root: Path, iteration: int | None = None) -> StoredCheckpoint:
-    """The checkpoint in `root`, or that of an iteration, or the one that the tracker names, where `root` has several.
+    """The checkpoint in `root`, or the one of an iteration, or the one that the tracker names, where `root` has
+    several.
 
     Its files are not verified. Raises CheckpointError when there is none, or its table of contents cannot be read.
     """
@@ -133,7 +134,7 @@ def _iteration_in_name(directory: Path) -> int | None:
 def _open_torch_dist(path: Path) -> StoredCheckpoint:
     metadata = read_metadata(path / METADATA_NAME)
     manifest = read_manifest(path) if (path / MANIFEST_NAME).exists() else None
-    # What we save for upstream has a manifest, too; only our own format has this document.
+    # What we save for upstream has a manifest, too; only our format has this document.
     is_ours = manifest is not None and f"{TENSORS_DOCUMENT}.json" in manifest.files
     valid_rows = read_valid_rows(path) if is_ours else {}
     entries = metadata.state_dict_metadata

@@ -3,16 +3,16 @@
 
 It is a zip archive without compression, which torch reads by the names of its entries:
 
-    archive/data.pkl     the number format, shape and strides, as a pickle
+    archive/data.pkl     the dtype, shape and strides, as a pickle
     archive/byteorder    "little"
     archive/version      "3"
     archive/data/0       the values, row by row; their first byte at a multiple of 64
 
 render_head     all that stands before the values
 render_tail     all that follows them, their checksum included
-find_values     where the values begin in an archive, ours or torch.save's own
+find_values     where the values begin in an archive, ours or torch.save's
 
-The layout is that of PKWARE's .ZIP File Format Specification, with 64-bit sizes throughout, as torch writes it.
+The layout follows PKWARE's .ZIP File Format Specification, with 64-bit sizes throughout, as torch writes it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _STORAGES = {
     torch.bool: torch.BoolStorage, torch.complex64: torch.ComplexFloatStorage,
     torch.complex128: torch.ComplexDoubleStorage,
 }  # fmt: skip
-"""The classes that stand for a number format in a pickle; newer formats are named beside untyped storage."""
+"""The classes that stand for a dtype in a pickle; newer dtypes are named next to untyped storage."""
 
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _CENTRAL_HEADER = struct.Struct("<4s6H3I5H2I")
@@ -114,8 +114,8 @@ def render_tail(head: Head, crc32: int) -> bytes:
 def find_values(file: io.FileIO, start: int, length: int, dtype: torch.dtype, shape: Sequence[int]) -> int | None:
     """Return where in `file` the values of the archive at [start, start + length) begin.
 
-    None unless it is the archive of one tensor of this number format and shape whose values lie there row by row.
-    Nothing is unpickled. Raises OSError.
+    None unless it is the archive of one tensor of this dtype and shape whose values are stored row by row. Nothing is
+    unpickled. Raises OSError.
     """
     head = render_head(dtype, shape).content
     file.seek(start)
@@ -205,7 +205,7 @@ class _Description:
         self.dtype, self.shape = dtype, shape
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Of a tensor without values, for the names of torch's own functions.
+        # Of a tensor without values, for the names of torch's functions.
         function, (storage, offset, _, _, *rest) = torch.empty(0, dtype=self.dtype).__reduce_ex__(2)
         count = _count_values(self.shape)
         if isinstance(storage, torch.UntypedStorage):

@@ -9,7 +9,7 @@ read boxes, fill tensors, compute checksums         ->   are all files as the ma
 with replicas: send what was read, receive the rest
 
 What is read is verified in the same pass, so that the tensors have been filled where damage is found: the checkpoint is
-then refused, and whoever loads another one fills them again.
+then refused, and loading another one fills them again.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def _list_parts(files: Mapping[str, FileRecord], boxes: Mapping[MetadataIndex, _
     for name in sorted(files):
         own, end = [], 0
         for box, index in sorted(by_file[name], key=lambda entry: entry[0].start):
-            # A box that reaches into another one, or beyond the end: whoever reads it will be told; bytes count once.
+            # A box that reaches into another one, or beyond the end: reading it raises; bytes count once.
             if box.start < end or box.length < 0 or box.start + box.length > files[name].bytes:
                 continue
             own += _list_gap(name, end, box.start)

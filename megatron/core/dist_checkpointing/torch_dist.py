@@ -2,7 +2,7 @@
 """Tensors on disk in the format of torch.distributed.checkpoint (DCP): `.metadata` and one `__<rank>_0.distcp` per
 process.
 
-Files and plans are torch's; what is different from its own reader and writer:
+Files and plans are torch's; what is different from its reader and writer:
 - values are written and read in slices, and never all of a file's at once (shard_files.py);
 - each file's checksum is computed while it is written, for the manifest;
 - a full or failing disk is reported with its path;
@@ -104,8 +104,8 @@ def plan_write(directory: Path, tensors: ShardedStateDict, group: Group) -> Writ
 
 
 class RepeatedPlan:
-    """The plan of one save after the other. It is that of before as long as no process's tensors have got another
-    structure; their values, and where they lie, may change."""
+    """The plan of consecutive saves. It is reused as long as no process's tensors change their structure; their values,
+    and their places, may change."""
 
     def __init__(self) -> None:
         self._structure: list[Any] = []
@@ -131,7 +131,7 @@ class RepeatedPlan:
 
 def write_share(directory: Path, share: SavePlan, source: BoxSource) -> Written:
     """Write and flush the boxes of one process. Raises OSError."""
-    # As torch's own writer calls it, which has given each process a prefix.
+    # As torch's writer calls it, which has given each process a prefix.
     path = directory / f"{share.storage_data.prefix}0{DEFAULT_SUFFIX}"
     results, record = write_boxes(path, share.items, source)
     return Written(results, {path.name: record})
@@ -198,7 +198,7 @@ def join_ranks(group: Group) -> _DistWrapper:
 
 @contextlib.contextmanager
 def dcp_errors(doing: Literal["reading", "writing"], directory: Path) -> Iterator[None]:
-    """DCP raises one exception, no subclass of Exception, with those of all processes in it; find the one that
+    """DCP raises one exception, no subclass of Exception, with all processes' exceptions in it; find the one that
     matters."""
     try:
         yield

@@ -141,7 +141,7 @@ def find_setting(args: Mapping[str, Any], name: str, flag: str) -> Any:
 
 
 def name_setting(name: str, flag: str) -> list[str]:
-    """The names that a setting of ours may have among upstream's: its own, and that of its flag."""
+    """The names that a setting of ours may have among upstream's: the field's, and the flag's."""
     spelled = flag.removeprefix("--").replace("-", "_")
     # What is called after a switch that turns something off means the opposite of ours.
     is_opposite = spelled.startswith(("no_", "disable_"))
@@ -195,8 +195,8 @@ def _is_upstream(path: Path, *, or_ours: bool) -> bool:
 
 
 TORCH_DCP, FSDP_DTENSOR, PLAIN_MODULE = "torch_dcp", "fsdp_dtensor", "state_dict"
-"""Forms in which torch.distributed.checkpoint saves modules: in a dictionary beside the optimizer's (upstream's
-torch_dcp), the same of modules that upstream's own fully sharded data parallelism wraps, or the weights alone."""
+"""Forms in which torch.distributed.checkpoint saves modules: in a dictionary next to the optimizer's (upstream's
+torch_dcp), the same of modules that upstream's fully sharded data parallelism wraps, or only the weights."""
 FSDP_REMEDY = (
     "export it with Megatron-Bridge (examples/conversion/mfsdp/convert_checkpoints_fsdp.py export --megatron-path ... "
     "--hf-path DIR), and take the weights with --load hf:DIR"
@@ -214,7 +214,7 @@ def name_format(path: Path, metadata: Metadata) -> str | None:
     if (path / COMMON_NAME).is_file() or isinstance(keys.get(_COMMON_OBJECT), BytesStorageMetadata):
         return "torch_dist"
     if any(key.startswith(_MODEL) for key in keys):
-        # It also cuts gates from up projections, and numbers experts in a way of its own.
+        # It also cuts gates from up projections, and numbers experts differently.
         return FSDP_DTENSOR if any(key.startswith(_WRAPPED) for key in keys) else TORCH_DCP
     is_plain = any(key.startswith(_PLAIN_KEYS) for key in keys)
     # A checkpoint of ours that has lost its other files has more than weights.
@@ -333,7 +333,7 @@ def name_upstream(name: str, *, kept: Collection[str] = (), layer: LayerPlan | N
 
 
 def _list_chunks(stack: TensorStorageMetadata, layer: int) -> list[ChunkStorageMetadata]:
-    """The saved boxes of a stack with a part of the layer; upstream itself saves each layer in boxes of its own."""
+    """The saved boxes of a stack with a part of the layer; upstream itself saves each layer in separate boxes."""
     return [chunk for chunk in stack.chunks if chunk.offsets[0] <= layer < chunk.offsets[0] + chunk.sizes[0]]
 
 
@@ -352,7 +352,7 @@ def read_common_state(path: Path, metadata: Metadata) -> CommonState:
     place = next((key for key in metadata.state_dict_metadata if _OPTIMIZER_OBJECT.fullmatch(key)), None)
     if common.step_count is not None or place is None:
         return common
-    # A distributed optimizer whose state lies in buckets saves its parameter groups in an object of their own.
+    # A distributed optimizer whose state lies in buckets saves its parameter groups in a separate object.
     groups = BoxReader(path, metadata).read_object(place)
     groups = groups[0] if isinstance(groups, list) and len(groups) == 1 else groups
     with _unusable(str(path)):

@@ -135,7 +135,7 @@ class StackedTensor(ShardedTensor):
 
 
 def stack_tensors(tensors: ShardedStateDict, naming: UpstreamNaming) -> ShardedStateDict:
-    """Our tensors under upstream's keys; those of several layers are one."""
+    """Our tensors under upstream's keys; several layers' tensors are one."""
     stacks: dict[str, list[tuple[ShardedTensor, int | None]]] = {}
     for tensor in tensors.values():
         prefix, name = _split_key(tensor.key)

@@ -65,7 +65,7 @@ class FlatBufferShare:
             self._values[kind][slot.bucket][start - first : stop - first] = flat
 
     def build_tensors(self, prefix: str) -> ShardedStateDict:
-        """The flat tensors of all kinds that were put; `prefix` is that of their keys."""
+        """The flat tensors of all kinds that were put; `prefix` begins their keys."""
         tensors: ShardedStateDict = {}
         for kind, buckets in self._values.items():
             for number, values in enumerate(buckets):
@@ -92,7 +92,7 @@ class FlatRank:
     buffers: Sequence[FlatBufferShare]
     """One for each model chunk."""
     dtypes: tuple[torch.dtype, torch.dtype]
-    """Number formats of parameters and of gradients."""
+    """Dtypes of parameters and of gradients."""
 
     @classmethod
     def name_prefix(cls, rank: int, optimizer: int | None) -> str:

@@ -55,7 +55,7 @@ _MODULES = (
     "mlp.experts", "mlp.linear_fc1", "mlp.linear_fc2",
     "mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2", "mlp.shared_experts.gate_weight",
 )  # fmt: skip
-"""The modules of a layer in the order in which upstream's own implementation registers them."""
+"""The modules of a layer in the order in which upstream's implementation registers them."""
 _BEFORE_IN_PROJ = (
     "mixer.conv1d", "mixer.dt_bias", "mixer.A_log", "mixer.D", "self_attention.dt_bias", "self_attention.A_log",
 )  # fmt: skip
@@ -63,7 +63,7 @@ _MIXER_MODULES = (
     "mixer.in_proj", "mixer.norm", "mixer.out_proj",
     "self_attention.in_proj", "self_attention.conv1d", "self_attention.out_norm", "self_attention.out_proj",
 )  # fmt: skip
-"""Of state mixers: what a mixer has of its own comes first, in Mamba-2 the convolution, too."""
+"""Of state mixers: a mixer's direct parameters come first, in Mamba-2 the convolution, too."""
 _FUSED_MODULES = (*_MODULES[1:8], *_BEFORE_IN_PROJ, _NORM, *_MIXER_MODULES, *_MODULES[8:])
 """The same with Transformer Engine, where the norm before a linear layer is part of it."""
 _FUSED_LATENT_MODULES = (
@@ -188,7 +188,7 @@ class Parameter:
     expert: int | None = None
     """The expert in the tensor `name` that this is; None where that is not a stack of experts."""
     is_alone: bool = False
-    """True if it has a bucket of its own: a table that two pipeline stages share."""
+    """True if it has a separate bucket: a table that two pipeline stages share."""
 
     @property
     def numel(self) -> int:
@@ -289,7 +289,7 @@ def place_in_buckets(parameters: Sequence[Parameter], sizes: Sequence[int]) -> l
             return None
         slots.append(BucketSlot(bucket, start))
         end = start + parameter.numel
-    # A bucket that ends because the next parameter wants its own may be padded.
+    # A bucket that ends because the next parameter wants a separate one may be padded.
     filled = bucket == len(sizes) - 1 and sizes[bucket] - end < _ALIGNMENT if sizes else not parameters
     return slots[::-1] if filled else None
 
@@ -369,7 +369,7 @@ class ModelOutline:
     def list_parameters(self, layers: range, *, first: bool, last: bool, experts: bool | None) -> list[Parameter]:
         """Of a model chunk with these layers, in no particular order.
 
-        first, last: of all chunks. experts: those of experts alone, the others alone, or (None) both. Raises
+        first, last: of all chunks. experts: only experts' parameters, only the others, or (None) both. Raises
         CheckpointError where a tensor cannot be cut.
         """
         found: list[Parameter] = []
@@ -426,8 +426,8 @@ class ModelOutline:
         """Return which parameters each (stage, chunk) has, and where they lie in its buffer; None where that cannot be.
 
         place: finds slots for a stage, a chunk, the number of its buffer and its parameters as registered. A chunk
-        without parameters (experts) has no buffer, and the next one takes its number. Layers are dealt out in order;
-        how many each chunk has is said by letters with cuts, or follows from the size of its buffer.
+        without parameters (experts) has no buffer, and the next one takes its number. Layers are assigned in order; how
+        many each chunk has is said by letters with cuts, or follows from the size of its buffer.
         """
         numbers = [int(found["number"]) for found in map(_LAYER.fullmatch, self.shapes) if found]
         total, chunks = max(numbers, default=-1) + 1, self.layout.order_of_chunks
@@ -445,7 +445,7 @@ class ModelOutline:
                 ordered = arrange(self.list_parameters(layers, first=position == 0, last=last, experts=experts))
                 used = buffers.get(stage, 0)
                 slots, after = place(stage, chunk, used, ordered), {**buffers, stage: used + bool(ordered)}
-                # Fewer layers may seem to fit where a table has a bucket of its own: then the other stages tell.
+                # Fewer layers may seem to fit where a table has a separate bucket: then the other stages tell.
                 rest = None if slots is None else {} if last else divide_from(position + 1, done + count, after)
                 if slots is not None and rest is not None:
                     return {chunks[position]: list(zip(ordered, slots, strict=True)), **rest}

@@ -9,7 +9,7 @@ the parameters.
 
 Which parameter lies where in a bucket is written nowhere: it is worked out from the shapes of the weights, from
 upstream's settings and from the buckets' sizes (upstream_layout.py). The buckets hold the main parameters, too, so the
-result proves itself: rounded to the weights' number format, they must be the weights of the same checkpoint.
+result proves itself: rounded to the weights' dtype, they must be the weights of the same checkpoint.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ Buffers = Mapping[int, list[SavedFlatBuffer]]
 
 
 def read_flat_buffers(reader: BoxReader) -> dict[int, Buffers]:
-    """The flat buffers of a checkpoint by the number of the optimizer: 0, and 1 for experts where they have their own.
+    """The flat buffers of a checkpoint by the number of the optimizer: 0, and 1 for experts where they have separate
+    ones.
 
     Raises CheckpointError where they are not as upstream writes them.
     """
@@ -135,7 +136,7 @@ def _describe_buffer(
 
 
 def _list_sizes(content: Any) -> dict[int, list[int]]:
-    """per_bucket_numel_unpadded: for each buffer {number formats: [elements of each bucket]}."""
+    """per_bucket_numel_unpadded: for each buffer {dtypes: [elements of each bucket]}."""
     content = (
         content[0] if isinstance(content, list) and len(content) == 1 and isinstance(content[0], list) else content
     )
@@ -246,7 +247,7 @@ class FlatOptimizerState:
         """Find every parameter in the buffers.
 
         shapes: of the weights in the same checkpoint, by our names. args: upstream's settings. Raises CheckpointError,
-        with `where` in it, where the buffers are not those of these weights.
+        with `where` in it, where the buffers do not belong to these weights.
         """
         self._where = where
         self._args = args
@@ -323,7 +324,7 @@ class FlatOptimizerState:
         self, arrange: Callable[[Iterable[Parameter]], list[Parameter]]
     ) -> dict[str, list[_FlatShard]] | None:
         layout = self._outline.layout
-        # With expert parallelism the experts have an optimizer of their own, which comes second.
+        # With expert parallelism the experts have a separate optimizer, which comes second.
         split = layout.ep > 1 and len(self._buffers) > 1
         found: dict[str, list[_FlatShard]] = defaultdict(list)
         for number, buffers in self._buffers.items():
@@ -401,9 +402,9 @@ class FlatOptimizerState:
 
 
 def _is_rounded(main: Tensor, weight: Tensor, is_coarse: bool) -> bool:
-    """Return whether a weight is its main parameter, rounded to its number format."""
+    """Return whether a weight is its main parameter, rounded to its dtype."""
     if is_coarse:
-        # Weights of 8 bits: 3 bits behind the binary point, with scales of their own.
+        # Weights of 8 bits: 3 bits after the binary point, with separate scales.
         return bool(((main - weight).abs() <= 0.07 * weight.abs().max()).all())
     rounded = main.to(weight.dtype)
     return bool(((rounded == weight) | (rounded.isnan() & weight.isnan())).all())

@@ -48,7 +48,7 @@ _PythonPickler: Any = pickle._Pickler
 
 
 class _NamePickler(_PythonPickler):  # type: ignore[misc]
-    """Python's own pickler, the one in Python, of which a subclass decides how its objects are written."""
+    """The pickler written in Python, of which a subclass decides how its objects are written."""
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
         if not isinstance(obj, _ClassName):

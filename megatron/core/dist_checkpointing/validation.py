@@ -23,7 +23,7 @@ _LAYER = re.compile(r"(.*?\.layers\.)(\d+)(\..*)", re.DOTALL)
 
 
 class ModelMismatchError(CheckpointError):
-    """The checkpoint's tensors are not those of this model."""
+    """The checkpoint's tensors are not this model's."""
 
 
 def check_coverage(metadata: Metadata) -> None:
@@ -83,11 +83,11 @@ class WantedTensors:
 
 @dataclass(frozen=True)
 class KeyReport:
-    """Differences between the tensors of a model, on all processes together, and those of a checkpoint."""
+    """Differences between the tensors of a model, on all processes together, and a checkpoint's."""
 
     lacking: tuple[str, ...]
     """Tensors that only the model has (upstream calls them unexpected): `key (shape)`. The optimizer state of such a
-    parameter has no entry of its own."""
+    parameter has no separate entry."""
     surplus: tuple[str, ...]
     """Parameters that only the checkpoint has (upstream calls them missing): their keys."""
 

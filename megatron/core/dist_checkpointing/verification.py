@@ -67,7 +67,7 @@ def _announce(task: tuple[Path, Manifest] | None, group: Group) -> tuple[Path, M
 
 def _gather_checksums(path: Path, manifest: Manifest, group: Group) -> list[list[int] | OSError]:
     """The checksums of each member's share, or why it has none; on every member."""
-    # On a disk of its own a process may have another checkpoint, or none: it is told so later, and has no share.
+    # On a separate disk a process may have another checkpoint, or none: it is told so later, and reads nothing here.
     readers = [rank for rank, sees in enumerate(all_gather_object(_sees(path, manifest), group)) if sees]
     outcome: list[int] | OSError = []
     if group.rank() in readers:

@@ -55,8 +55,8 @@ class WriterProcess:
     """The parent's side. `start` belongs to the thread that lives as long as the run, `write` to any one thread."""
 
     def __init__(self, niceness: int = 0, disk_class: int = 0) -> None:
-        """niceness: added to that of this process; at 19 it writes only when nobody else wants the processor.
-        disk_class: of ionice on Linux: 0 follows from the niceness, 1 real time, 2 best effort, 3 idle."""
+        """niceness: added to this process's; at 19 it writes only when nobody else wants the processor. disk_class: of
+        ionice on Linux: 0 follows from the niceness, 1 real time, 2 best effort, 3 idle."""
         self.niceness, self.disk_class = niceness, disk_class
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
@@ -77,7 +77,7 @@ class WriterProcess:
         ours, theirs = socket.socketpair()
         arguments = [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid()), hand_over(), *sys.path]
         with theirs:
-            # A session of its own: the terminal sends Ctrl-C to the processes of its own.
+            # A new session: the terminal sends Ctrl-C to the processes of its session.
             self._process = subprocess.Popen(
                 arguments, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
             )

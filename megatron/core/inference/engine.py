@@ -4,7 +4,7 @@
     add(request) -> queue -> plan (scheduler.py) -> one pass (model_runner.py) -> next tokens (sampling.py) -> on_tokens
 
 Prompts are read in parts beside texts that are being written (chunked prefill); texts that begin alike share pages
-(sequences/state.py); a text keeps its own generator, so that what is drawn for it depends on nothing else. Keys,
+(sequences/state.py); each text has a separate generator, so that what is drawn for it depends on nothing else. Keys,
 values and states are computed text by text, and nothing is padded.
 
 On several ranks each has a copy of the engine, all of them get the same requests in the same order, and one rank
@@ -47,8 +47,8 @@ class EngineSettings:
     reuses_prefixes: bool = True
     """Texts that begin alike share what was computed of it. Not in models with recurrent states."""
     batch_invariant: bool = False
-    """Every request gets the bits that it gets alone: it is read and continued by passes of its own, and keeps its
-    memory to the end. Slower by as much as it saves to work on several together."""
+    """Every request gets the bits that it gets alone: it is read and continued by separate passes, and keeps its memory
+    to the end. Slower by as much as it saves to work on several together."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -106,7 +106,7 @@ class Engine:
         pages = self.capacity_tokens + PAGE_TOKENS
         self.state = SequenceState(0, longest, reaches=self.runner.find_reaches(), capacity=pages)
         self.runner.begin(self.state)
-        # A drafter that follows the model's own states has to see every token.
+        # A drafter that follows the model's states has to see every token.
         reuses = settings.reuses_prefixes and not (drafter is not None and drafter.reads_states)
         self.scheduler = Scheduler(
             self.state,
@@ -157,7 +157,7 @@ class Engine:
             self.drafter.forget(request)
 
     def forget_contents(self) -> None:
-        """Compute every prompt anew from now on: the model's weights have changed."""
+        """Compute every prompt again from now on: the model's weights have changed."""
         for pool in self.state.pools:
             pool.forget_all()
 
@@ -273,7 +273,7 @@ class Engine:
         sampling, is_too_short = request.sampling, len(request.new_tokens) + len(chosen) < request.min_new_tokens
         if sampling.greedy and not sampling.changes_logits and not is_too_short:
             return likeliest
-        logits = logits.clone()  # log-probabilities are the model's own
+        logits = logits.clone()  # log-probabilities are the model's
         if self.vocab_size is not None:
             logits[self.vocab_size :] = -math.inf
         sampling.adjust(logits, [*request.text, *chosen], len(request.prompt))

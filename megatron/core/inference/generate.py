@@ -47,7 +47,7 @@ def generate(
 
     model: called as GPTModel. eod: token that ends a text, or several that do. vocab_size: tokens from this id on are
     padding and never chosen. max_sequence_length: positions that the model has; longer texts end there.
-    use_cache=False computes every position anew for every token. on_tokens: called with (number of the prompt, new
+    use_cache=False computes every position again for every token. on_tokens: called with (number of the prompt, new
     tokens) as soon as they are chosen, for text that appears while it is written. speculation: fewer passes of the
     model for the same text, or with sampling for one of the same distribution. Raises ConfigError for an empty or too
     long prompt, and for speculation without cache.

@@ -55,7 +55,7 @@ class HarnessTasks:
         return {key: found[key] for key in ("results", "versions", "n-samples", "higher_is_better") if key in found}
 
     def _build_model(self, engine: Engine, tokenizer: Tokenizer) -> Any:
-        """The harness's view of the engine: an object of a class of the harness's own kind."""
+        """The harness's view of the engine: an object of a subclass of the harness's class."""
         methods = {
             "eot_token_id": property(lambda _: tokenizer.eod),
             "tok_encode": lambda _, text, **__: tokenizer.tokenize(text),

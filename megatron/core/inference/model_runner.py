@@ -5,7 +5,7 @@
 |------|-----------------------------------------------------------------------------------------------------|
 | tp   | each rank has a part of the vocabulary; the parts are gathered                                      |
 | pp   | hidden states pass from stage to stage, all tokens of the pass at once; the last stage has logits   |
-| ep   | all ranks read the same tokens, and exchange those of their experts                                 |
+| ep   | all ranks read the same tokens, and exchange the ones that go to their experts                      |
 
 What follows from logits is decided on one rank, the first of the last stage, and sent to all: the ranks' copies of the
 engine then do the same. The model is a live one: its weights are read where they are, and it may go on training.

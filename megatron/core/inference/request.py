@@ -19,7 +19,7 @@ EndedBy = Literal["eod", "length", "stop", "cancelled", "failed"]
 
 
 class TokenLogprobs(NamedTuple):
-    """The natural logarithm of a token's probability, and of those of the likeliest tokens at its place."""
+    """The natural logarithm of a token's probability, and of the likeliest tokens' at its place."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()

@@ -2,10 +2,10 @@
 """Choice of the next token: the likeliest, or one drawn from the likely ones.
 
     logits --penalties, biases--> --/ temperature--> keep the k largest --> keep the fewest that hold the share p
-        --> keep those of at least min_p times the likeliest's probability --> draw
+        --> keep tokens of at least min_p times the likeliest's probability --> draw
 
-A token that was drafted by another distribution is accepted or replaced in such a way that what comes out has the
-model's own (Leviathan et al., 2023, section 2.3).
+A token that was drafted by another distribution is accepted or replaced in such a way that the result has the model's
+distribution (Leviathan et al., 2023, section 2.3).
 
 A low temperature sharpens the distribution. Top-p is nucleus sampling (Holtzman et al., 2020).
 """
@@ -49,7 +49,7 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of tokens."""
     seed: int = 1234
-    """Each sequence of a batch has a generator of its own: what is drawn for it does not depend on its neighbours."""
+    """Each sequence of a batch has a separate generator: what is drawn for it does not depend on its neighbours."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -112,7 +112,7 @@ def find_probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _draw(probabilities: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-    # Row by row, since each row has its own generator.
+    # Row by row, since each row has a separate generator.
     drawn = [
         torch.multinomial(row, num_samples=1, generator=generator)
         for row, generator in zip(probabilities, generators, strict=True)
@@ -145,7 +145,7 @@ def draft_next_tokens(logits: Tensor, sampling: Sampling, generators: Sequence[t
 def confirm_tokens(logits: Tensor, draft: Draft, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
     """The next token of each sequence: its draft, or another one; logits [b, v] of the model -> int64 [b].
 
-    A draft x is kept with probability min(1, p(x) / q(x)), p being the model's distribution and q that of the draft;
+    A draft x is kept with probability min(1, p(x) / q(x)), p being the model's distribution and q the draft's;
     otherwise a token is drawn from what p has more than q. So the result has the distribution p.
     """
     if sampling.greedy:
@@ -174,7 +174,7 @@ def keep_likely(logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_p < 1:
         ordered, order = logits.sort(dim=-1, descending=True)
         probabilities = torch.softmax(ordered, dim=-1)
-        # Without its own share, so that the token that crosses top_p is still inside, and the likeliest always is.
+        # Without the token's share, so that the token that crosses top_p is still inside, and the likeliest always is.
         before = probabilities.cumsum(dim=-1) - probabilities  # what the likelier ones hold already
         outside = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before >= sampling.top_p)
         logits = logits.masked_fill(outside, -math.inf)

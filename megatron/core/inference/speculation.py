@@ -9,7 +9,7 @@
 |--------------------|------------------------------------------------------------|-----------------------------------|
 | PromptLookup       | what followed the same last tokens earlier in the text     | nothing                           |
 | ModelDrafter       | what a smaller model says                                  | D passes of the smaller model     |
-| PredictionDrafter  | what the model's own multi-token prediction says           | D small layers                    |
+| PredictionDrafter  | what the model's multi-token prediction says               | D small layers                    |
 
 Sources: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023; Saxena, "Prompt Lookup
 Decoding", 2023; DeepSeek-V3, 2024, section 2.2, for drafts by multi-token prediction. Greedy texts are the same as
@@ -171,17 +171,17 @@ class _Depths:
 
 
 class PredictionDrafter(Drafter):
-    """Drafts by a model's own multi-token prediction.
+    """Drafts by a model's multi-token prediction.
 
     Depth k = 1 .. D reads, at position i, the states of the depth before and the token i + k, and keeps keys and values
-    in a state of its own. With a text of L tokens, what depth k has read at positions below L - k is final; behind them
-    it has read drafts, and reads anew what takes their place.
+    in a separate state. With a text of L tokens, what depth k has read at positions below L - k is final; after them it
+    has read drafts, and reads again what takes their place.
     """
 
     reads_states = True
 
     def __init__(self, model: nn.Module) -> None:
-        """model: a GPTModel. Raises ConfigError where it predicts no further tokens."""
+        """model: a GPTModel. Raises ConfigError where it has no MTP layers."""
         if not isinstance(model, GPTModel) or model.config.mtp_num_layers is None:
             raise ConfigError(
                 "--speculate drafts tokens with multi-token prediction, and the model has none (--mtp-num-layers of "
@@ -245,7 +245,7 @@ class PredictionDrafter(Drafter):
         self, depth: int, requests: Sequence[Request], hidden: dict[int, Tensor], known: dict[int, list[int]]
     ) -> None:
         """Read with one depth what it has not read, by request: hidden states [n, 1, h] of the depth before, which
-        become those of this depth, and the known tokens."""
+        become this depth's, and the known tokens."""
         state, read = self._states[depth - 1], []
         for request in requests:
             kept = self._of.setdefault(

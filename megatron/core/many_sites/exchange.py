@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meeting of the equal ranks of all sites: those of the first site listen, those of the others call them.
+"""Meeting of the equal ranks of all sites: the first site's ranks listen, the others' call them.
 
     site 1, rank 3 ----.
     site 2, rank 3 -----+--> site 0, rank 3

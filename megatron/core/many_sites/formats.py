@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Number formats in which sites send each other what they have learnt.
+"""Dtypes in which sites send each other what they have learnt.
 
 | name | bits of an element                         | error                                                     |
 |------|--------------------------------------------|-----------------------------------------------------------|

@@ -41,7 +41,7 @@ class LinkError(OSError):
 
 
 class SiteLink:
-    """Sends messages in a thread of its own, and hands what arrives to `receive`; `lost` is called once, at the end.
+    """Sends messages in a separate thread, and hands what arrives to `receive`; `lost` is called once, at the end.
 
     The constructor makes the handshake on a connected socket. is_caller: this end has opened the connection. most:
     bytes of the longest message that is accepted. Raises LinkError when the other end has another key.
@@ -148,7 +148,7 @@ def _agree(connection: socket.socket, key: bytes, is_caller: bool) -> bytes:
         raise LinkError("what answers is no site of a training")
     theirs = theirs[len(_GREETING) :]
     session = hmac.digest(key, own + theirs if is_caller else theirs + own, "sha256")
-    # Each end signs its own role, so that an answer cannot be sent back as a proof.
+    # Each end signs its role, so that an answer cannot be sent back as a proof.
     roles = (b"caller", b"answerer") if is_caller else (b"answerer", b"caller")
     connection.sendall(hmac.digest(session, roles[0], "sha256"))
     if not hmac.compare_digest(_read(connection, _HASH_BYTES), hmac.digest(session, roles[1], "sha256")):

@@ -339,7 +339,7 @@ class OuterOptimizer:
 
     @staticmethod
     def _return_values(exchange: SiteExchange, site: int) -> None:
-        """Let a site that is elsewhere go on with its own values."""
+        """Let a site that is elsewhere go on with its values."""
         message = exchange.take(site, "values", "")
         if message is not None:
             fields = message.fields

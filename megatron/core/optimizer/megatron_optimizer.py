@@ -72,7 +72,7 @@ class MegatronOptimizer(UpstreamMethods):
     (grad_scaler.py). With use_distributed_optimizer the replicas divide the state: each updates its slice of every
     bucket, then the parameters are gathered. `param_groups` is what OptimizerParamScheduler sets. Where the rules are
     fused kernels, a non-finite gradient makes them leave everything as it is, so that the update need not wait for the
-    host to look. update_rule: one of your own for all parameters, in place of the config's.
+    host to look. update_rule: a user's rule for all parameters, in place of the config's.
     """
 
     @take_arguments(
@@ -190,7 +190,7 @@ class MegatronOptimizer(UpstreamMethods):
         return state
 
     def load_numbers(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `numbers`, also from a run in another number format."""
+        """The inverse of `numbers`, also from a run in another dtype."""
         self.check_state(state)
         self.step_count = state["step_count"]
         # A run that went back to a checkpoint has nothing to do with the failure after it.
@@ -363,13 +363,13 @@ class MegatronOptimizer(UpstreamMethods):
 
     def named_state(self) -> dict[str, dict[str, Tensor]]:
         """State of every parameter by its name in the whole model: its rule's kinds and, where it is other memory than
-        the parameter, main_param. Views in the shard's shape, so that a loader copies into them; where the
-        replicas divide the state, those of this process's slices, flat (`named_slices` tells their place)."""
+        the parameter, main_param. Views in the shard's shape, so that a loader copies into them; where the replicas
+        divide the state, only this process's slices, flat (`named_slices` tells their place)."""
         return {name: found.tensors for name, found in self.named_slices().items()}
 
     def whole_state(self) -> dict[str, dict[str, Tensor]]:
-        """State that is not shaped like a parameter: parameter's name in the whole model -> kind -> tensor, whole on
-        each process that has it; of the weights of experts that of the matrices from `stack_starts` on."""
+        """State that is not shaped like a parameter: parameter's name in the whole model -> kind -> tensor, unsharded
+        on each process that has it; for the weights of experts, the state of the matrices from `stack_starts` on."""
         return {name: kinds for group in self._groups for name, kinds in group.rule.whole_state().items()}
 
     def stack_starts(self) -> dict[str, int]:
@@ -451,9 +451,9 @@ def get_megatron_optimizer(
     """The optimizer of this process's model chunks.
 
     config_overrides: other rates of the parameters that a key matches. use_gloo_process_groups: of upstream's
-    signature; no groups of its own are needed. pg_collection: the process groups; the current ones when None.
-    update_rule: one of your own in place of the config's. Raises ConfigError for what does not exist, and where the
-    config contradicts that of DistributedDataParallel; TypeError for a model that is not wrapped in it.
+    signature; no separate groups are needed. pg_collection: the process groups; the current ones when None.
+    update_rule: a user's rule in place of the config's. Raises ConfigError for what does not exist, and where the
+    config contradicts DistributedDataParallel's; TypeError for a model that is not wrapped in it.
     """
     if update_rule is None and config.optimizer not in RULES:
         *names, last = RULES

@@ -18,12 +18,12 @@ The embedding is copied to all streams, and the last layer's streams become one 
 |                   | each divisor; t - 1 further rounds          | divisors of at least e                        |
 | pre               | + e                                         |                                               |
 | mean square       | sqrt(mean + norm epsilon)                   | sqrt(mean) + e                                |
-| at the end        | a sum with learned weights: those of `pre`  | the mean                                      |
-| number format     | float32, results in that of the streams     | that of the model                             |
+| at the end        | a sum with learned weights, as `pre`        | the mean                                      |
+| dtype             | float32, results in the streams'            | the model's                                   |
 
 with e = 1e-6. Sources: DeepSeek-V4, 2026 (the first); Xie et al., 2025, mHC (the projection); upstream's main branch of
-September 2026 (the second). Streams lie side by side in one tensor, [s, b, n h]; with sequence parallelism a rank has
-those of its own tokens.
+September 2026 (the second). Streams are side by side in one tensor, [s, b, n h]; with sequence parallelism a rank has
+its tokens' streams.
 
 With --mhc-recompute-layer-num streams between the branches of some layers are not kept: backward mixes them again from
 the streams before the first of these layers and the outputs of the branches, which are there anyway.
@@ -263,7 +263,7 @@ def link_branches(layers: Sequence[Any], config: TransformerConfig) -> None:
 
 
 def name_connection(branch: str) -> str:
-    """The name of a branch's connection in a layer, as upstream has it; branch: that of its body."""
+    """The name of a branch's connection in a layer, as upstream has it; branch: the name of its body."""
     return f"{branch}_hyper_connection"
 
 
@@ -359,6 +359,6 @@ def _fill_with(value: float) -> Initialiser:
 
 
 def _declare(config: TransformerConfig, dtype: torch.dtype, shape: tuple[int, ...], init: Initialiser) -> nn.Parameter:
-    # With sequence parallelism each rank mixes its own tokens only.
+    # With sequence parallelism each rank mixes only its tokens.
     partial = ("tp",) if config.sequence_parallel else ()
     return declare_parameter(shape, init=init, dtype=dtype, partial_grad_axes=partial)

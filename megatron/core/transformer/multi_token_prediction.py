@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-token prediction: layers after the decoder that predict further tokens, and train it to look ahead.
+"""Multi-token prediction: layers after the decoder that predict tokens further ahead, and train it to look ahead.
 
     x_0 = decoder(embedding of t_i), normalised                   output layer -> t_{i+1}: the language-model loss
     x_k = layer_k( W [norm(embedding of t_{i+k}) ; norm(x_{k-1})] ), normalised     output layer -> t_{i+k+1}: loss k
 
-for each depth k = 1, 2, ...; embedding and output layer are the model's own. Source: DeepSeek-V3, 2024, section 2.2,
+for each depth k = 1, 2, ...; embedding and output layer are the model's. Source: DeepSeek-V3, 2024, section 2.2,
 equations 21 to 25; x_0 is read behind the decoder's final norm, as upstream has it. With several residual streams X
 (hyper_connections.py; DeepSeek-V4) depths pass those on, before their sum at the end, of which each depth has its own:
 
@@ -119,7 +119,7 @@ class MultiTokenPredictionLayerSubmodules:
 
 @dataclass
 class MultiTokenPredictionBlockSubmodules:
-    """layer_specs: a ModuleSpec for each layer with weights of its own."""
+    """layer_specs: a ModuleSpec for each layer with separate weights."""
 
     layer_specs: list[ModuleSpec]
 
@@ -180,7 +180,7 @@ class MultiTokenPredictionLayer(MegatronModule):
         self.execution = Execution(config)
 
     def forward(self, hidden_states: Tensor, decoder_input: Tensor, inputs: StageInputs) -> Tensor:
-        """Hidden states of the depth before, and the embedding of the further tokens, [s, b, h] each -> [s, b, h]; of n
+        """Hidden states of the depth before, and the embedding of the MTP tokens, [s, b, h] each -> [s, b, h]; of n
         residual streams all, [s, b, n h] -> [s, b, n h], for `finish`."""
         run = functools.partial(self._run, inputs=inputs)
         # A cache must not be written to twice.
@@ -206,7 +206,7 @@ class MultiTokenPredictionLayer(MegatronModule):
             hidden_states = scatter_to_sequence_parallel_region(hidden_states, self.tp_group)
         if self.config.fp32_residual_connection:
             hidden_states = hidden_states.float()
-        # A depth of several layers, in letters, gives each its own.
+        # A depth of several layers, in letters, gives each its angles.
         several = isinstance(self.mtp_model_layer, TransformerBlock)
         layer_inputs = inputs if several else choose_inputs(inputs, self.rotary_kind)
         hidden_states = self.mtp_model_layer(hidden_states, *layer_inputs)
@@ -298,7 +298,7 @@ class MultiTokenPredictionBlock(MegatronModule):
 
 
 class MultiTokenPredictionLoss(MegatronModule):
-    """Hangs the losses of further tokens on the hidden states of the language-model loss, and sums them up for the log.
+    """Attaches the MTP losses to the hidden states of the language-model loss, and sums them up for the log.
 
     Their weight is mtp_loss_scaling_factor / depths, each being a mean over the tokens of a microbatch that count.
     """
@@ -309,7 +309,7 @@ class MultiTokenPredictionLoss(MegatronModule):
         self._sums: Tensor | None = None
 
     def attach(self, hidden_states: Tensor, depth: int, losses: Tensor, loss_mask: Tensor, sequence: Group) -> Tensor:
-        """The hidden states [s, b, h], whose backward also is that of this depth's losses.
+        """The hidden states [s, b, h], whose backward also runs the backward of this depth's losses.
 
         depth: counted from 0. losses [b, s] float32, of each token; loss_mask [b, s], which of them count. sequence:
         the ranks that share the sequence.

@@ -24,7 +24,7 @@ class HyperConnectionFields(CudaGraphFields, PipelineFields):
     """The streams, their number, and the projection of the matrices that mix them."""
 
     enable_hyper_connections: bool = flag(False, kind="shape")
-    """Several residual streams: each branch reads a sum of them and mixes them anew, with weights that depend on the
+    """Several residual streams: each branch reads a sum of them and mixes them again, with weights that depend on the
     token. As DeepSeek-V4 has it: the last layer is followed by a sum that is learned, too."""
     num_residual_streams: int = flag(4, minimum=1, maximum=64, kind="shape", needs=_LEARNED)
     """Residual streams of --enable-hyper-connections."""

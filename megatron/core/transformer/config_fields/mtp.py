@@ -26,20 +26,20 @@ class MTPFields(ArchitectureFields):
     mtp_use_repeated_layer: bool = flag(False, kind="shape", needs=_PREDICTION)
     """One layer, used again for each further token, instead of a layer for each."""
     mtp_detach_heads: bool = flag(False, kind="numerics", needs=_PREDICTION)
-    """The losses of further tokens train their own layers only: embedding, decoder and output layer, which they use,
-    get no gradient from them. Both have a norm of the gradients of their own, by which --clip-grad is applied, and that
-    of the model without these layers is reported."""
+    """MTP losses train only the MTP layers: embedding, decoder and output layer, which they use, get no gradient from
+    them. Both have a norm of the gradients of their own, by which --clip-grad is applied, and that of the model without
+    these layers is reported."""
     mtp_hsm: bool = flag(
         False,
         kind="numerics",
         needs=Needs("--mtp-num-layers of at least 2", lambda run: (run.mtp_num_layers or 0) > 1),
     )
     """In training each token continues at every depth from a state that is drawn: the newest, or an earlier depth's of
-    the later token that has read as much. So layers learn to continue from the decoder's own states, not from drafts
-    alone."""
+    the later token that has read as much. So layers learn to continue from the decoder's states, not only from
+    drafts."""
     freeze_base_for_mtp: bool = flag(False, kind="numerics", needs=_PREDICTION)
-    """Train the layers that predict further tokens alone: embedding, decoder and output layer stay as they were loaded,
-    and have neither gradients nor optimizer state."""
+    """Train only the MTP layers: embedding, decoder and output layer stay as they were loaded, and have neither
+    gradients nor optimizer state."""
     mtp_standalone: bool = flag(False, kind="layout", needs=_PREDICTION)
     """These layers lie on another pipeline stage than the loss. Follows from --pipeline-model-parallel-layout, with an
     m for each of them, such as Ettt|m|L; given without such a layout it is refused."""
@@ -70,7 +70,7 @@ class MTPFields(ArchitectureFields):
 
     @property
     def detaches_prediction(self) -> bool:
-        """True if the losses of further tokens train the layers that predict them alone."""
+        """True if MTP losses train only the MTP layers."""
         return self.mtp_detach_heads or (self.freeze_base_for_mtp and self.mtp_num_layers is not None)
 
     def prediction_problems(self, positions: str) -> Iterator[str]:

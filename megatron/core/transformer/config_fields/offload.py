@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choice of the activations that wait for backward in the memory of the host."""
+"""Choice of the activations that are saved for backward in the memory of the host."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class OffloadFields(RecomputeFields):
     fine_grained_activation_offloading: bool = flag(
         False, kind="kernel", gpu=NeedsGPU(lambda run: run.fine_grained_activation_offloading, _ONLY_COPIES)
     )
-    """Let what --offload-modules names wait for backward in the memory of the host."""
+    """Save what --offload-modules names for backward in the memory of the host."""
     offload_modules: list[str] = flag(
         default_factory=list,
         nargs="+",
@@ -34,11 +34,11 @@ class OffloadFields(RecomputeFields):
         kind="kernel",
         needs=_PARTS,
     )
-    """Activations that wait on the host: attn_norm and mlp_norm, the inputs of these norms; qkv_linear, that of the
-    projection to queries, keys and values; core_attn, these; attn_proj, the input of the projection after attention;
-    mlp_fc1 and expert_fc1, that of the first product of a dense MLP and of experts; mlp_act and moe_act, what their
-    activation and their second product keep. What is recomputed is not kept anywhere; of layers that are recomputed
-    whole attn_norm is the input."""
+    """Activations that wait on the host: attn_norm and mlp_norm, the inputs of these norms; qkv_linear, the input of
+    the projection to queries, keys and values; core_attn, these; attn_proj, the input of the projection after
+    attention; mlp_fc1 and expert_fc1, the input of the first product of a dense MLP and of experts; mlp_act and
+    moe_act, what their activation and their second product keep. What is recomputed is not kept anywhere; of layers
+    that are recomputed whole attn_norm is the input."""
     min_offloaded_tensor_size: int = flag(1024 * 1024, minimum=0, unit="elements", kind="kernel", needs=_PARTS)
     """Smaller tensors stay on the device."""
     activation_offload_fraction: float = flag(1.0, minimum=0, maximum=1, kind="kernel", needs=_PARTS)
@@ -60,7 +60,7 @@ class OffloadFields(RecomputeFields):
         kind="kernel",
         gpu=NeedsGPU(lambda run: run.cpu_offloading_num_layers, _ONLY_COPIES),
     )
-    """Let all that the first layers of each pipeline stage keep wait for backward in the memory of the host."""
+    """Save all that the first layers of each pipeline stage keep for backward in the memory of the host."""
     cpu_offloading_retain_pinned_cpu_buffers: bool = flag(False, kind="kernel", needs=_LAYERS)
     """Keep the host's memory for --cpu-offloading-num-layers between steps instead of giving it back."""
 

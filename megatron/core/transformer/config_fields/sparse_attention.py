@@ -23,7 +23,7 @@ _LOSS = Needs("--dsa-indexer-loss-coeff", lambda run: bool(run.dsa_indexer_loss_
 _SHARED = Needs("--dsa-indexer-topk-freq above 1", lambda run: run.dsa_indexer_topk_freq > 1)
 _16_BITS = Needs("--bf16 or --fp16; in float32 it would change nothing", lambda run: run.bf16 or run.fp16)
 _GATHERING = 2.0
-"""Time of a number that is gathered and multiplied over that of one in a large product; measured on a CPU."""
+"""Time per number that is gathered and multiplied, relative to one in a large product; measured on a CPU."""
 _SIZES = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
 
 

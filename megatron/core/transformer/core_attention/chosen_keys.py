@@ -55,7 +55,7 @@ class Places:
         documents: TokenLayout | None = None,
     ) -> None:  # fmt: skip
         """The queries are the last of the positions, or this rank's pieces of them, where `sharers` divide a sequence.
-        documents: packed ones, of which a query sees its own."""
+        documents: packed ones, of which a query sees the one it is in."""
         self.keys, self.device = keys, device
         if sharers is None or sharers.size() == 1:
             self._pieces = [(slice(0, queries), keys)]
@@ -194,7 +194,7 @@ class _ChosenKeysCall(NamedTuple):
 
 
 class _AttendChosen(torch.autograd.Function):
-    """Keeps the output and the logarithm of each query's sum; keys are gathered and scores computed anew."""
+    """Keeps the output and the logarithm of each query's sum; keys are gathered and scores computed again."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, chosen: Tensor, call: _ChosenKeysCall) -> Tensor:
@@ -224,7 +224,7 @@ class _AttendChosen(torch.autograd.Function):
         return grad_query, grad_key.to(key.dtype), None, None
 
 
-# ---- the indexer's own loss
+# ---- the indexer's loss
 
 
 class LossCall(NamedTuple):
@@ -270,7 +270,7 @@ class _IndexLoss(torch.autograd.Function):
 def _add_block(
     vectors: IndexVectors, call: LossCall, block: tuple[slice, slice, Tensor], grads: list[Tensor]
 ) -> Tensor:
-    """Add a block's gradients to those of the three vectors, and return its loss."""
+    """Add a block's gradients to the gradients of the three vectors, and return its loss."""
     rows, keys, allowed = block
     lies = None
     if call.chosen is None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choice of the layers of a model that multiply in FP8, and the end of their steps.
 
-A transformer layer exchanges, when it is built, the products of its linear layers and experts (`multiply_in_fp8`). What
-lies outside of transformer layers keeps its number format: embedding, router, norms, core attention, and the output
-layer unless --fp8-output-proj asks for it.
+A transformer layer exchanges, when it is built, the products of its linear layers and experts (`multiply_in_fp8`).
+Layers outside of transformer layers keep their dtype: embedding, router, norms, core attention, and the output layer
+unless --fp8-output-proj asks for it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def multiply_in_fp8(
     by its name in the module, keeps its input in 8 bits."""
     # With a loss per token gradients are sums, which nobody divides before the end of the step.
     recipe = read_fp8_recipe(config, replicas=1 if config.calculate_per_token_loss else groups.dp_cp.size())
-    # Replicas have other tokens; with hybrid context parallelism each microbatch has ranks of its own.
+    # Replicas have other tokens; with hybrid context parallelism each microbatch has other ranks.
     of_tokens = groups.tp if config.hybrid_context_parallel else groups.tp_cp
     exchanged: dict[str, FP8Matmul] = {}
     for name, part in list(module.named_modules()):
