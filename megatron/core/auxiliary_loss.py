@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses beside the language model's, which a layer adds where they arise: balancing losses of experts.
+"""Losses in addition to the language model's, which a layer adds where they arise: balancing losses of experts.
 
 Such a loss is never returned. It hangs on a tensor that the layer passes on, and gets its gradient when backward comes
 through there, also on pipeline stages that never see the main loss. Its gradient must be scaled as the main loss's is:

@@ -408,7 +408,7 @@ def _read_peak_resident_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-# ---- copies beside the computation
+# ---- copies during the computation
 
 
 class CopyQueue:

@@ -62,7 +62,7 @@ def quantise_nvfp4(x: Tensor, block: tuple[int, int], *, at_random: bool = False
     """A matrix [rows, columns], or a stack of them, in NVFP4 with a scale for each block of rows and columns.
 
     The E2M1 values are kept in E4M3, which has all of them. at_random: see round_to_e2m1; what is added is a function
-    of place and amax alone, so that a step that is repeated gives the same numbers.
+    only of place and amax, so that a step that is repeated gives the same numbers.
     """
     turned = is_turned(x)
     x, block = (x.transpose(-2, -1), (block[1], block[0])) if turned else (x, block)

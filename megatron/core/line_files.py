@@ -26,7 +26,7 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
     """
     data = "".join(f"{line}\n" for line in lines).encode()
     try:
-        # Without a buffer: one that could not be written would come out later, behind what was written since.
+        # Without a buffer: one that could not be written would come out later, after what was written since.
         with path.open("a+b", buffering=0) as file:
             end = _cut_torn_line(file)
             try:
@@ -48,7 +48,7 @@ def _write_all(file: io.FileIO, data: bytes) -> None:
 
 
 def _cut_torn_line(file: io.FileIO) -> int:
-    """Remove what stands behind the last end of a line; returns the length of the file in bytes."""
+    """Remove what comes after the last end of a line; returns the length of the file in bytes."""
     end = file.seek(0, os.SEEK_END)
     start = max(0, end - _LONGEST_LINE_BYTES)
     if end == 0 or os.pread(file.fileno(), 1, end - 1) == b"\n":
@@ -71,7 +71,8 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], str | None]:
         if row is None:
             raise ValueError(f"line {number} is no JSON object")
         rows.append(row)
-    # An object that was cut anywhere lacks its closing bracket: what can be read is complete but for the end of line.
+    # An object that was cut anywhere lacks its closing bracket: what can be read is complete except for the end of
+    # line.
     row = _parse_row(last)
     if row is not None:
         rows.append(row)

@@ -342,7 +342,7 @@ def list_rank_groups(sizes: dict[str, int], wanted: Set[str]) -> list[list[int]]
 
 
 def side_by_side_problem(schedule: str) -> str | None:
-    """Return what stands against running the backwards of a pipeline schedule beside its forwards."""
+    """Return what stands against overlapping the backwards of a pipeline schedule with its forwards."""
     if schedule in ("1f1b", "interleaved"):
         return None
     return (

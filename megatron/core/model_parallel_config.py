@@ -66,16 +66,16 @@ class ModelParallelConfig(CheckedConfig):
     """With --sequence-parallel, divide the tensor-parallel layers' tokens into chunks, and gather or scatter one chunk
     while the product of another is computed."""
     tp_comm_overlap_ag: bool = flag(True, kind="layout", needs=_TP_OVERLAP)
-    """With --tp-comm-overlap, gather in chunks beside the products that need them; switched off, all before."""
+    """With --tp-comm-overlap, gather in chunks during the products that need them; switched off, all before."""
     tp_comm_overlap_rs: bool = flag(True, kind="layout", needs=_TP_OVERLAP)
-    """With --tp-comm-overlap, scatter outputs in chunks beside the products that make them; switched off, all after."""
+    """With --tp-comm-overlap, scatter outputs in chunks during the products that make them; switched off, all after."""
     tp_comm_bulk_dgrad: bool = flag(True, kind="layout", needs=_TP_OVERLAP)
-    """With --tp-comm-overlap, gather a column layer's inputs beside the product that makes its input gradient."""
+    """With --tp-comm-overlap, gather a column layer's inputs during the product that makes its input gradient."""
     tp_comm_bulk_wgrad: bool = flag(True, kind="layout", needs=_TP_OVERLAP)
-    """With --tp-comm-overlap, scatter a column layer's input gradient beside the product that makes its weight
+    """With --tp-comm-overlap, scatter a column layer's input gradient during the product that makes its weight
     gradient."""
     tp_comm_overlap_rs_dgrad: bool = flag(False, kind="layout", needs=_TP_OVERLAP)
-    """With --tp-comm-overlap, scatter a column layer's input gradient in chunks beside the products that make it."""
+    """With --tp-comm-overlap, scatter a column layer's input gradient in chunks during the products that make it."""
     fp16: bool = flag(False, kind="numerics")
     """Compute in float16 with loss scaling; the optimizer keeps float32 main parameters."""
     bf16: bool = flag(False, kind="numerics")
@@ -106,11 +106,11 @@ class ModelParallelConfig(CheckedConfig):
 
     # Programs in Python give, set or read these; no flag sets them.
     no_sync_func: Any = derived(kind="report")
-    """Says nothing: schedules sum gradients after a step's last backward only."""
+    """Ignored: schedules sum gradients only after a step's last backward."""
     grad_sync_func: Any = derived(kind="report")
-    """Says nothing: schedules start to sum a chunk's gradients by themselves."""
+    """Ignored: schedules start to sum a chunk's gradients by themselves."""
     param_sync_func: Any = derived(kind="report")
-    """Says nothing: parameters are gathered after the update, or before the layer that needs them."""
+    """Ignored: parameters are gathered after the update, or before the layer that needs them."""
     finalize_model_grads_func: Any = derived(kind="report")
     """Called by a schedule after the last backward with (chunks, tokens or None, pg_collection=groups)."""
     grad_scale_func: Any = derived(kind="report")
@@ -118,17 +118,17 @@ class ModelParallelConfig(CheckedConfig):
     timers: Any = derived(kind="report")
     """Ignored by a model; a run has separate timers."""
     batch_p2p_comm: bool = derived(True, kind="layout")
-    """Says nothing: transfers that stand side by side are posted together."""
+    """Ignored: adjacent transfers are posted together."""
     deallocate_pipeline_outputs: bool = derived(False, kind="layout")
-    """Says nothing: an output is freed as soon as it has been sent."""
+    """Ignored: an output is freed as soon as it has been sent."""
     pipeline_model_parallel_comm_backend: str | None = derived(kind="layout")
-    """Says nothing: stages send over the groups of the process."""
+    """Ignored: stages send over the groups of the process."""
     barrier_with_L1_time: bool = derived(True, kind="report")
-    """Says nothing in a model; a run's stopwatches have it."""
+    """Ignored by a model; a run's stopwatches have it."""
     use_te_rng_tracker: bool = derived(False, kind="kernel")
     """Ignored: random states come from torch's generators."""
     autocast_dtype: torch.dtype | None = derived(kind="numerics")
-    """Says nothing without enable_autocast."""
+    """Ignored without enable_autocast."""
     enable_autocast: bool = derived(False, kind="numerics")
     """Only False."""
     cpu_offloading: bool = derived(False, kind="kernel")

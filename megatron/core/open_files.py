@@ -9,7 +9,7 @@ import resource
 from megatron.core.errors import StorageError
 
 _OTHER_FILES = 512
-"""Of a training process, beside its data."""
+"""Files of a training process other than its data."""
 _FEWEST = 64
 """With fewer, libraries hang or crash in unpredictable places."""
 _PER_LOADER = 16

@@ -26,7 +26,7 @@ LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_DECAY_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
 WD_INCR_STYLES = ("constant", "linear", "cosine")
 
-# Keys of the scheduler's state beside num_steps, and the flag that a user would change.
+# Keys of the scheduler's state other than num_steps, and the flag that a user would change.
 _STATE_FLAGS = {
     "max_lr": "--lr",
     "lr_warmup_steps": "--lr-warmup-iters (in samples)",

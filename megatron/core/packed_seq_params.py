@@ -98,7 +98,7 @@ class PackedSeqParams:
                 f"cu_seqlens must rise from 0 to at most the {length} tokens of the sequence; found {bounds[:8]}"
                 + (f" ... {bounds[-1]}" if len(bounds) > 8 else "")
             )
-        # A set, so that empty documents go; `length` ends the tokens behind the last document.
+        # A set, so that empty documents go; `length` ends the tokens after the last document.
         return TokenLayout.of_documents(sorted({*bounds, length}))
 
 

@@ -176,7 +176,7 @@ def _show(group: Group | None) -> Any:
 
 @functools.lru_cache(maxsize=1)
 def _make_single_group(world: Any) -> dist.ProcessGroup:
-    """This process alone, made once in each job of torch.distributed."""
+    """A group of only this process, made once in each job of torch.distributed."""
     if world.size() == 1:
         return world  # type: ignore[no-any-return]
     # Each process makes its group; the others need not take part.

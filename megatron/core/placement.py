@@ -121,7 +121,7 @@ class Split:
     def replicated_parts(self, size: int) -> list[tuple[int, int | None]]:
         """(length, start in this shard) of every part that several shards hold whole; start None where it is not held.
 
-        The same list on all shards but for the starts. Each holder's gradient of such a part is a partial sum.
+        The same list on all shards except for the starts. Each holder's gradient of such a part is a partial sum.
         """
         # By the start in the full tensor, which is the same on all shards.
         held = {run.start: run.local_start for part, run in self._part_runs(size) if part.replicated}

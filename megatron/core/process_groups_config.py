@@ -77,7 +77,8 @@ class _Row(NamedTuple):
     """Facts about a field of ProcessGroupCollection."""
 
     lists: Callable[[RankGrid], list[list[list[int]]]]
-    """Lists of groups; a process is in at most one group of each list. One list, but for fields that hold a tuple."""
+    """Lists of groups; a process is in at most one group of each list. One list, except for fields that hold a
+    tuple."""
     traffic: str
     """The axis that its traffic is counted for."""
     axes: str | None = None
@@ -119,7 +120,7 @@ class ProcessGroupCollection:
     pp_directions: tuple[Group, Group] = _listed(
         lambda grid: [grid.groups("pp")] * 2, "pp", (SingleRankGroup(), SingleRankGroup()), is_apart=True
     )
-    """The same processes, for transfers between stages alone: to higher ranks, and to lower ones."""
+    """The same processes, only for transfers between stages: to higher ranks, and to lower ones."""
     cp: Group = _along("cp")
     """Share each sequence (CONTEXT_PARALLEL)."""
     dp: Group = _along("dp")

@@ -4,8 +4,8 @@
     stack    [experts, out, in]   what products, flat buffers, optimizers and checkpoints of ours know
     parts    [out, in] each       what named_parameters(), state_dict() and load_state_dict() show: views of its memory
 
-The engine lists parameters by `list_parameters`, which gives the stack; a module registers the parts alone, so that
-nobody meets the same numbers twice.
+The engine lists parameters by `list_parameters`, which gives the stack; a module registers only the parts, so that no
+caller sees the same numbers twice.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def collect_parts(stack: Any) -> Any:
     if not parts:
         return stack
     step, first = stack.stride(0) * stack.element_size(), stack.data_ptr()
-    # Asked of every part in every forward pass: pointers alone, no kernels.
+    # Asked of every part in every forward pass: only pointers, no kernels.
     if any(part.data_ptr() != first + index * step for index, part in enumerate(parts)) and not stack.is_meta:
         with torch.no_grad():
             for index, part in enumerate(parts):

@@ -20,7 +20,7 @@ def take_arguments(names: str, instead: str = "it has no effect here") -> Callab
     names: upstream's signature, such as "config layer_number name=... vp_stage=None * stride=1 width=@hidden_size".
     With a value are those that the function has no parameter for: `...` takes anything, since nothing follows from it;
     others take None and that value, `@` a field of the config. Any other raises ConfigError with the rest of a
-    sentence, `instead`. Behind `*` are those that are given by name alone.
+    sentence, `instead`. Arguments after `*` are passed only by name.
     """
     by_position, _, by_name = names.partition("*")
     order = [text.partition("=")[0] for text in by_position.split()]

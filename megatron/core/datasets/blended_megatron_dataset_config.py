@@ -47,7 +47,7 @@ class BlendedMegatronDatasetConfig:
     num_dataset_builder_threads: int = 1
     """Threads that build the datasets of a blend."""
     path_to_cache: str | None = None
-    """Directory of built indices; None: `cache/GPTDataset_indices` beside each dataset."""
+    """Directory of built indices; None: `cache/GPTDataset_indices` next to each dataset."""
     mmap_bin_files: bool = True
     """Map .bin files into memory instead of reading from them."""
     object_storage_cache_path: str | None = None

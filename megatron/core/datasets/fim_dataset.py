@@ -7,7 +7,7 @@ A document's text is cut at two random places, and with the sentinels written as
     SPM   <prefix> <suffix> suffix <middle> prefix middle
 
 so that a model that predicts the next token learns to fill the gap between a prefix and a suffix. What
-happens to sample i depends on the seed and on i alone, not on what was read before it (a resumed run, or one with more
+happens to sample i depends only on the seed and on i, not on what was read before it (a resumed run, or one with more
 loader processes, sees the same samples); an empty document stays empty.
 """
 

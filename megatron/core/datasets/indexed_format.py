@@ -144,7 +144,7 @@ def map_file(path: str, size: int) -> Array:
 def read_index(path_prefix: str, multimodal: bool = False, idx_path: str | None = None) -> SequenceIndex:
     """Map `PREFIX.idx` and check every value of it, and the size of `PREFIX.bin`, in one vectorised pass.
 
-    idx_path: where the index is, if not beside .bin.
+    idx_path: where the index is, if not next to .bin.
 
     Raises DataError naming file, field, byte offset, the value found and the one expected. Sizes are compared
     before anything is allocated, so a damaged count cannot ask for memory.

@@ -80,7 +80,8 @@ class MegatronDataset(ABC):
         }
 
     def cache_directory(self) -> str | None:
-        """Return where the indices are kept: the configured directory, else one beside the data; None for mock data."""
+        """Return where the indices are kept: the configured directory, else one next to the data; None for mock
+        data."""
         if self.dataset_path is None:
             return None
         directory = f"{type(self).__name__}_indices"
@@ -92,13 +93,13 @@ class MegatronDataset(ABC):
 
     @staticmethod
     def source_files(dataset_path: str) -> list[str]:
-        """The files behind a prefix; all of all datasets must be there before work on the first one starts."""
+        """The files of a prefix; all of all datasets must be there before work on the first one starts."""
         return [get_idx_path(dataset_path), get_bin_path(dataset_path)]
 
     @staticmethod
     @abstractmethod
     def build_low_level_dataset(dataset_path: str | None, config: BlendedMegatronDatasetConfig) -> Any:
-        """Open the tokens behind a prefix."""
+        """Open the tokens of a prefix."""
 
     @staticmethod
     @abstractmethod
@@ -127,7 +128,7 @@ class PackedDocuments(Protocol):
         ...
 
     def document(self, index: int, number: int) -> dict[str, Any]:
-        """One of these documents alone: tokens, labels, position_ids int64 [t], loss_mask float32 [t]."""
+        """One of these documents: tokens, labels, position_ids int64 [t], loss_mask float32 [t]."""
         ...
 
     def locate(self, index: int) -> str:

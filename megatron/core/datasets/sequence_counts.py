@@ -102,7 +102,7 @@ def write_sequence_counts(path: str, datasets: Mapping[str, IndexedDataset]) -> 
 
 
 def indexed_datasets_in(datasets: Iterable[Any]) -> dict[str, IndexedDataset]:
-    """The files behind built datasets and blends, by prefix."""
+    """The files of built datasets and blends, by prefix."""
     found: dict[str, IndexedDataset] = {}
     for dataset in datasets:
         for part in getattr(dataset, "datasets", [dataset]):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights averaged over several checkpoints of one run, as a checkpoint of weights alone.
+"""Weights averaged over several checkpoints of one run, as a checkpoint of only weights.
 
 The average of the last few is often better than the last (Izmailov et al. 2018, "Averaging weights leads to wider
 optima"). Tensors are read, averaged and written one after the other: in memory are a few copies of one of them.

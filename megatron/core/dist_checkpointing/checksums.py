@@ -82,7 +82,7 @@ def list_segments(sizes: Mapping[str, int]) -> list[FileSegment]:
 
 
 def take_share(segments: Sequence[FileSegment], index: int, count: int) -> list[FileSegment]:
-    """Share number `index` of `count` shares of about as many bytes each; one behind the other, they are all."""
+    """Share number `index` of `count` shares of about as many bytes each; concatenated, they are all."""
     total, end, share = sum(segment.num_bytes for segment in segments), 0, []
     for segment in segments:
         middle = end + segment.num_bytes / 2

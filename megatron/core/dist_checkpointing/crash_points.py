@@ -27,7 +27,7 @@ class CrashPoint(NamedTuple):
     on_every_rank: bool = False
     """Otherwise only the first rank comes by."""
     beside_training_only: bool = False
-    """With --async-save alone."""
+    """Only with --async-save."""
     by_writer: bool = False
     """True if the writer process, where a rank has one, comes by instead of the rank."""
 

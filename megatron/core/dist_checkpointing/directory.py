@@ -220,7 +220,7 @@ def begin_save(root: Path, iteration: int) -> Path:
 
 
 def begin_save_alone(path: Path) -> Path:
-    """A fresh directory beside `path`, which is missing, an empty directory, or an earlier checkpoint, which it is to
+    """A fresh directory next to `path`, which is missing, an empty directory, or an earlier checkpoint, which it is to
     replace with a warning. Raises CheckpointError, StorageError."""
     if (path / MANIFEST_NAME).is_file():
         say(f"warning: {path} holds a checkpoint already, which is overwritten", sys.stderr)

@@ -77,7 +77,7 @@ def open_legacy(file: Path, *, with_optimizer: bool = False) -> LegacyCheckpoint
     first = read_rank_file(file, with_optimizer=with_optimizer)
     paths = {path.parent.name: path for path in sorted(directory.glob(f"mp_rank_*/{FILE_NAME}"))}
     args = first.common.args
-    # Weights alone say nothing about their layout; a single file is then taken to be all.
+    # A checkpoint of only weights says nothing about their layout; a single file is then taken to be all.
     is_alone = len(paths) == 1 and not any((args.get(name) or 1) != 1 for name in _SIZES)
     if not is_alone:
         _refuse_unknown_layout(args, file)

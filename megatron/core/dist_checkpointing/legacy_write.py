@@ -54,7 +54,7 @@ class RankTensor:
 
 @dataclass(frozen=True)
 class SavedGroups:
-    """Optimizer state beside its tensors."""
+    """Optimizer state other than its tensors."""
 
     groups: Sequence[Mapping[str, Any]]
     """Options of each parameter group, in upstream's words."""
@@ -62,7 +62,8 @@ class SavedGroups:
     grad_scaler: Mapping[str, Any] | None
     """State of the dynamic loss scale."""
     is_mixed: bool
-    """Parameters are in 16 bits, so that upstream wraps the optimizer and keeps main parameters beside its state."""
+    """Parameters are in 16 bits, so that upstream wraps the optimizer and keeps main parameters in addition to its
+    state."""
 
 
 def name_rank_directory(tensor_rank: int, stage: int | None, expert_rank: int | None) -> str:
@@ -162,7 +163,7 @@ def _divide_experts(stacked: Sequence[RankTensor], *, grouped: bool) -> Iterator
 
 
 def _with_extra_states(tensors: Iterable[RankTensor]) -> dict[str, Tensor | None]:
-    """The shards by name, and behind each linear layer's the entry that Transformer Engine has for it, which is
+    """The shards by name, and after each linear layer's the entry that Transformer Engine has for it, which is
     empty."""
     model: dict[str, Tensor | None] = {}
     waiting: str | None = None

@@ -89,9 +89,9 @@ class ShardedTensor:
         allow_shape_mismatch: bool = False,
     ) -> ShardedTensor:
         """A part of a tensor of a user's program that is cut evenly: (axis, number of this part, of how many) for each
-        axis that is cut. prepend_axis_num: axes before those of `data`, one element of them here, which count among the
-        axes. replica_id, allow_shape_mismatch: of upstream's signature; who writes is decided when saving, and shapes
-        must be equal."""
+        axis that is cut. prepend_axis_num: axes before `data`'s, one element of them here, which count among the axes.
+        replica_id, allow_shape_mismatch: of upstream's signature; who writes is decided when saving, and shapes must be
+        equal."""
         shape = [1] * prepend_axis_num + list(data.shape)
         box = [(0, size) for size in shape]
         for axis, number, count in rank_offsets:
@@ -235,7 +235,8 @@ def _entry(
 
 
 OUTER_PREFIX = "outer_"
-"""Begin of the names of what a run on several sites keeps beside the optimizer's state; other runs have none of it."""
+"""Begin of the names of what a run on several sites keeps in addition to the optimizer's state; other runs have none of
+it."""
 
 
 def optimizer_state(

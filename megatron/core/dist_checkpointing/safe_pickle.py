@@ -145,8 +145,8 @@ _HARMLESS_CLASSES = frozenset(
      "pathlib.PosixPath", "pathlib.PurePosixPath", "pathlib._local.PosixPath", "types.SimpleNamespace", "_io.BytesIO",
      "collections.defaultdict", "datetime.timedelta", "datetime.datetime")
 )  # fmt: skip
-"""Classes that upstream's files hold beside tensors: the arguments, the exit signal, numpy's random state, the extra
-state of Transformer Engine's layers."""
+"""Classes that upstream's files hold in addition to tensors: the arguments, the exit signal, numpy's random state, the
+extra state of Transformer Engine's layers."""
 _UPSTREAM_CLASS = re.compile(r"megatron\.(core|training|legacy)\.[A-Za-z0-9_.]+")
 
 

@@ -172,7 +172,7 @@ def gather_valid_rows(tensors: ShardedStateDict, group: Group) -> dict[str, int]
 def gather_documents(
     valid_rows: Mapping[str, int], documents: Mapping[str, Any], attachments: Mapping[str, Path], group: Group
 ) -> Callable[[Path], dict[str, FileRecord]]:
-    """Return what lies beside the tensors, as it is now; every member of `group` calls this.
+    """Return what is stored next to the tensors, as it is now; every member of `group` calls this.
 
     Returns what the first member calls with the directory of the save; it writes them and returns their records. It
     raises OSError.

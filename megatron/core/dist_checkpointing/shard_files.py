@@ -126,7 +126,7 @@ class _ShardWriter:
             yield _bytes_of(place)
 
     def _put(self, data: bytes | memoryview) -> int:
-        """Have it written, and return the checksum of the data alone."""
+        """Have it written, and return the checksum of only this data."""
         crc32 = zlib.crc32(data)
         self.num_bytes += len(data)
         if len(data) < _SHORT_BYTES:
@@ -264,8 +264,8 @@ def read_boxes(file: io.FileIO, box: SavedBox, fills: Sequence[Fill], *, verify:
 
 
 def compute_range_checksum(file: io.FileIO, start: int, num_bytes: int, crc32: int = 0) -> int:
-    """crc32 of a stretch of a file, behind data whose checksum is `crc32`. Raises OSError, CheckpointError where the
-    file is too short."""
+    """crc32 of a range of a file, after data whose checksum is `crc32`. Raises OSError, CheckpointError where the file
+    is too short."""
     memory = torch.empty(min(num_bytes, _VERIFIED_PIECE_BYTES), dtype=torch.uint8)
     for first in range(start, start + num_bytes, _VERIFIED_PIECE_BYTES):
         piece = memory[: start + num_bytes - first]

@@ -135,7 +135,7 @@ def _copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
                 return
             pair[0].copy_(pair[1])
 
-    # One processor alone does not keep the memory busy.
+    # A single processor does not keep the memory busy.
     with ThreadPoolExecutor(_THREADS) as threads:
         for done in [threads.submit(copy) for _ in range(_THREADS)]:
             done.result()

@@ -69,7 +69,7 @@ class StoredCheckpoint:
     path: Path
     format: str
     """`torch_dist`; `torch_dist (upstream)`, `torch (upstream)`, `torch_dcp (upstream)`, `fsdp_dtensor (upstream)` or
-    `state_dict (upstream)`, the weights alone; `torch_dist without its manifest.json`, of ours; or `of
+    `state_dict (upstream)`, only the weights; `torch_dist without its manifest.json`, of ours; or `of
     torch.distributed.checkpoint`, where another program wrote it."""
     iteration: int | None
     world_size: int | None

@@ -99,7 +99,7 @@ def render_head(dtype: torch.dtype, shape: Sequence[int]) -> Head:
 
 
 def render_tail(head: Head, crc32: int) -> bytes:
-    """The rest of the archive behind the values, whose checksum is `crc32`."""
+    """The rest of the archive after the values, whose checksum is `crc32`."""
     values = head.entries[-1]._replace(crc32=crc32)
     descriptor = _DESCRIPTOR.pack(b"PK\7\x08", crc32, values.num_bytes, values.num_bytes)
     start = len(head.content) + values.num_bytes + len(descriptor)
@@ -224,7 +224,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _pickle(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
-    """Return what torch.save writes about a tensor beside its values."""
+    """Return what torch.save writes about a tensor in addition to its values."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=2).dump(_Description(dtype, shape))
     return buffer.getvalue()

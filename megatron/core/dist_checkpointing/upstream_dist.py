@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Upstream's `torch_dist` checkpoints: its table of contents under our names, and its common state; and what
-torch.distributed.checkpoint saves of its modules, as its `torch_dcp` does: weights, and the settings beside them.
+torch.distributed.checkpoint saves of its modules, as its `torch_dcp` does: weights, and the settings stored with them.
 
     upstream  decoder.layers.mlp.linear_fc1.weight [layers, rows, columns]
     here      decoder.layers.3.mlp.linear_fc1.weight [rows, columns]: its slice 3
@@ -89,8 +89,8 @@ _MIXER_BEGINNINGS = (
     ("norm.", "input_layernorm."),
     ("mixer.conv1d_", "mixer.conv1d."),
 )
-"""The same of state mixers, whose first projection has the norm; a convolution's parameters have such names in the
-format torch alone."""
+"""The same of state mixers, whose first projection has the norm; a convolution's parameters have such names only in the
+format torch."""
 
 
 _ONE_MATRIX = {"input_layernorm.": "linear_for_attention", "pre_mlp_layernorm.": "linear_for_mlp"}
@@ -117,7 +117,7 @@ class UpstreamTable:
 
 @dataclasses.dataclass(frozen=True)
 class CommonState:
-    """State that upstream saves beside the tensors, as far as it is used."""
+    """State that upstream saves in addition to the tensors, as far as it is used."""
 
     args: Mapping[str, Any]
     """The settings of the saved run, by the names of upstream's argparse: numbers, texts, lists of them."""
@@ -293,7 +293,7 @@ def our_names(key: str, shape: tuple[int, ...]) -> list[tuple[str, int | None]]:
 
 
 def list_kept(layer: LayerPlan | None, *, fused: bool, renames_norms: bool) -> list[str]:
-    """The beginnings of names, behind a layer's number, that upstream has in the same place; for `name_upstream`. None
+    """The beginnings of names, after a layer's number, that upstream has in the same place; for `name_upstream`. None
     of what is in no layer.
 
     fused: its layers with Transformer Engine, where norms are part of linear layers. renames_norms: the format names
@@ -306,7 +306,7 @@ def list_kept(layer: LayerPlan | None, *, fused: bool, renames_norms: bool) -> l
     latent = [] if fused and is_latent else [ours for _, ours in _LATENT_BEGINNINGS]
     if not fused:
         return latent + (["input_layernorm.", "pre_mlp_layernorm."] if is_latent or not renames_norms else [])
-    # Latent attention has several linear layers behind its norm, and a mixture of experts has none.
+    # Latent attention has several linear layers after its norm, and a mixture of experts has none.
     return latent + ["input_layernorm."] * is_latent + ["pre_mlp_layernorm."] * layer.has("experts")
 
 
@@ -347,7 +347,7 @@ def _take_layer(stack: TensorStorageMetadata, chunks: list[ChunkStorageMetadata]
 
 
 def read_common_state(path: Path, metadata: Metadata) -> CommonState:
-    """Return what a checkpoint says beside its tensors. Raises CheckpointError; nothing that is in it runs."""
+    """Return what a checkpoint holds in addition to its tensors. Raises CheckpointError; nothing that is in it runs."""
     common = parse_common_state(_read_common(path, metadata), str(path))
     place = next((key for key in metadata.state_dict_metadata if _OPTIMIZER_OBJECT.fullmatch(key)), None)
     if common.step_count is not None or place is None:
@@ -408,7 +408,8 @@ def _read_common(path: Path, metadata: Metadata) -> Any:
 
 
 def _read_objects(path: Path, metadata: Metadata) -> dict[str, Any]:
-    """Return what torch_dcp has beside the weights: torch.distributed.checkpoint takes nested dictionaries apart."""
+    """Return what torch_dcp has in addition to the weights: torch.distributed.checkpoint takes nested dictionaries
+    apart."""
     reader, table = BoxReader(path, metadata), metadata.state_dict_metadata
     objects = [key for key, entry in table.items() if isinstance(entry, BytesStorageMetadata)]
     content = {key: reader.read_object(key) for key in ("args", "iteration") if key in objects}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's `torch_dist` checkpoints, written: our tensors under its keys, and the objects that it has beside them.
+"""Upstream's `torch_dist` checkpoints, written: our tensors under its keys, and the objects that it has in addition.
 
     here      decoder.layers.3.mlp.linear_fc1.weight [rows, columns]
     upstream  decoder.layers.mlp.linear_fc1.weight [layers, rows, columns]: box 3, in its gate and its up projection
@@ -11,7 +11,7 @@
 | <linear layer>._extra_state/shard_3_4     | pickled None: what Transformer Engine keeps there is not kept here      |
 | common_state/shard_0_1, rng_state/...     | pickled objects that the caller gives                                   |
 
-Objects lie behind the tensors in the file of the process that writes them. upstream_dist.py is the reader.
+Objects come after the tensors in the file of the process that writes them. upstream_dist.py is the reader.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class UpstreamNaming:
     is_stacked: bool
     """The decoder's layers are one tensor."""
     fused: bool
-    """Norms belong to the linear layers behind them, as with Transformer Engine."""
+    """Norms belong to the linear layers after them, as with Transformer Engine."""
     is_gated: bool
     """The first layer of an MLP is a gate and an up projection."""
 
@@ -240,7 +240,7 @@ def _choose_own(objects: Collection[str], group: Group) -> list[str]:
 
 
 def _append_objects(path: Path, objects: Mapping[str, Any], record: FileRecord) -> tuple[list[WriteResult], FileRecord]:
-    """Write objects behind the tensors of a file, flushed; where they lie, and the file's new record.
+    """Write objects after the tensors of a file, flushed; where they lie, and the file's new record.
 
     Raises OSError, with the file's name.
     """

@@ -37,7 +37,7 @@ _CUT_WITHOUT_FUSION = re.compile(r".*\.(linear_q_down_proj|linear_kv_down_proj)\
 _LAYER = re.compile(r"decoder\.layers\.(?P<number>\d+)\.(?P<rest>.+)")
 _PREDICTION_LAYER = re.compile(r"mtp\.layers\.(?P<number>\d+)\.(?P<rest>.+)")
 _LETTER = re.compile(r"layers\.(?P<number>\d+)\.(?P<rest>.+)")
-"""A layer of a depth of multi-token prediction in letters, behind mtp_model_layer."""
+"""A layer of a depth of multi-token prediction in letters, after mtp_model_layer."""
 _PREDICTION_MODULES = ("enorm", "hnorm", "eh_proj", "mtp_model_layer", "final_layernorm")
 _ALIGNMENT = 64
 """In elements: where a parameter of a bucket may start."""
@@ -71,7 +71,7 @@ _FUSED_LATENT_MODULES = (
     "self_attention.linear_kv_down_proj", "self_attention.kv_layernorm", "self_attention.linear_kv_up_proj",
     *_MODULES[12:],
 )  # fmt: skip
-"""The same of latent attention, whose first norm stands alone."""
+"""The same of latent attention, whose first norm is separate."""
 
 
 # ---- ranks

@@ -69,7 +69,7 @@ class SavedFlatBuffer:
     sizes: list[int] = field(default_factory=list)
     """Elements of each bucket, without what pads its end."""
     is_joined: bool = False
-    """True if its buckets were put one behind the other, so that `sizes` is one number for all of them."""
+    """True if its buckets were concatenated, so that `sizes` is one number for all of them."""
     kinds: dict[str, Read] = field(default_factory=dict)
     """`param`, `exp_avg`, ...: how to read it."""
 
@@ -288,8 +288,8 @@ class FlatOptimizerState:
     def list_slots(
         self, *, fused: bool, grouped: bool
     ) -> dict[int, set[tuple[int, str, int | None, BucketSlot]]] | None:
-        """For each optimizer (rank, parameter, its expert on this rank, place), by the sizes of the buckets
-        alone, in this order of registration; None where they have no place for the parameters.
+        """For each optimizer (rank, parameter, its expert on this rank, place), only by the sizes of the buckets, in
+        this order of registration; None where they have no place for the parameters.
 
         What the last stage has of the first one's table is not among them. Raises CheckpointError where a parameter
         cannot be cut as upstream does, or where its place is not known.

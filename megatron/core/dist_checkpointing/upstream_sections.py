@@ -39,7 +39,7 @@ def list_rows(kind: BranchKind, config: Config, name: str) -> dict[str, int]:
 
 
 def find_rows(name: str, args: Mapping[str, Any]) -> dict[str, int]:
-    """Return the same by upstream's settings alone; nothing for other tensors.
+    """Return the same only by upstream's settings; nothing for other tensors.
 
     Raises CheckpointError where the settings do not say how large they are.
     """

@@ -117,7 +117,7 @@ class WriterProcess:
     def end(self) -> None:
         """End the process; it has nothing to write any more."""
         if self._socket is not None:
-            # Closing alone is not enough: a forked process, a loader's for example, has a copy of it.
+            # Closing is not enough: a forked process, a loader's for example, has a copy of it.
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
             self._socket.close()

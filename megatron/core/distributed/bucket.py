@@ -190,8 +190,8 @@ class GradSync:
 
     def reset(self) -> None:
         """Forget the last step: from now on gradients are only accumulated."""
-        # Gradients that have not arrived, by bucket. A parameter that gets none in this step leaves its bucket, and
-        # those behind it, to `finish`.
+        # Gradients that have not arrived, by bucket. A parameter that gets none in this step leaves its bucket, and the
+        # ones after it, to `finish`.
         self._missing = list(self._sizes)
         self._next = 0
         self.is_last = False
@@ -226,7 +226,7 @@ class GradSync:
         """Start what has not been started and wait for all of it."""
         self.start()
         # In rounds: each begins the next collective of every bucket, so that one bucket's all-reduce over the copies
-        # runs beside the next one's reduce-scatter.
+        # overlaps the next one's reduce-scatter.
         unfinished = self.buckets
         while unfinished:
             unfinished = [bucket for bucket in unfinished if bucket.advance()]
@@ -242,8 +242,8 @@ class ParamGather:
     buckets: in the order in which forward needs them, each with its parameters. With `overlap`, hooks on the module's
     layers wait for them; otherwise `finish` must be called before the parameters are used.
 
-    A gather begins when the one before it has been waited for, and so runs beside the layers of that one. Begun all at
-    once they would hold up the kernels behind them, too, where a GPU has a single queue (CUDA_DEVICE_MAX_CONNECTIONS=1,
+    A gather begins when the one before it has been waited for, and so overlaps the layers of that one. Begun all at
+    once they would hold up the kernels after them, too, where a GPU has a single queue (CUDA_DEVICE_MAX_CONNECTIONS=1,
     which the order of tensor parallelism's collectives needs).
     """
 

@@ -48,7 +48,7 @@ class FullyShardedConfig(CheckedConfig):
         needs=_FULLY_SHARDED,
     )
     """With --use-torch-fsdp2 or --use-megatron-fsdp, what is divided: everything (ZeRO-3), all but parameters (ZeRO-2:
-    they are gathered once a step), the optimizer state alone (as --use-distributed-optimizer), or nothing."""
+    they are gathered once a step), only the optimizer state (as --use-distributed-optimizer), or nothing."""
     torch_fsdp2_reshard_after_forward: bool = flag(
         True, off_names=("--torch-fsdp2-no-reshard-after-forward",), kind="layout", needs=_DIVIDED_PARAMETERS
     )
@@ -58,7 +58,7 @@ class FullyShardedConfig(CheckedConfig):
         None, minimum=1, unit="elements", kind="layout", needs=_DIVIDED_PARAMETERS
     )
     """With --use-torch-fsdp2 or --use-megatron-fsdp, gather layers that follow each other together until they have so
-    many parameters; each layer alone when not given."""
+    many parameters; each layer separately when not given."""
     megatron_fsdp_enable_fine_grained_param_gather: bool = flag(False, kind="layout", needs=_DIVIDED_PARAMETERS)
     """With --use-torch-fsdp2 or --use-megatron-fsdp, gather the attention and the MLP of a layer each for itself."""
     megatron_fsdp_main_params_dtype: NumberFormat = flag("fp32", kind="numerics", needs=_FULLY_SHARDED)
@@ -153,7 +153,7 @@ class DistributedDataParallelConfig(FullyShardedConfig):
     """Stop with the name of the first parameter whose gradient, or the step whose loss, is not a number."""
 
     align_param_gather: bool = derived(False, kind="layout")
-    """Says nothing: each stage gathers parameters when it needs them."""
+    """Ignored: each stage gathers parameters when it needs them."""
     fp8_param_gather: bool = derived(False, kind="layout")
     """Only False here: the model's config has it."""
     reuse_grad_buf_for_mxfp8_param_ag: bool = derived(False, kind="layout")

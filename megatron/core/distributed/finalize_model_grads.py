@@ -96,7 +96,7 @@ def sum_replicated_grads(grads: Iterable[tuple[Placement, Tensor]], groups: Proc
 
     These are keys and values where tensor-parallel ranks outnumber the query groups: each holder attends with different
     queries, so that its gradient of the common part is a partial sum. The sum over the holders is one all-reduce over
-    the whole axis, in which every part has its own place; who does not hold it adds zeros:
+    the full axis, in which every part has a separate place; who does not hold it adds zeros:
 
         parts        | k0 v0 | k1 v1 |
         rank 0, 1    | dk dv |  0  0 |      afterwards every holder of a part has the same sum, bit for bit

@@ -120,8 +120,8 @@ class ModelChunk(nn.Module, ABC):
 
     @abstractmethod
     def start_grad_sync(self) -> None:
-        """Start to combine whatever is not under way yet, where this can be done beside other work; all gradients must
-        be there."""
+        """Start to combine whatever is not under way yet, where this can overlap other work; all gradients must be
+        there."""
 
     @abstractmethod
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:

@@ -11,7 +11,7 @@
 Zeroing, reducing, clipping and updating then are a few large operations instead of several for each parameter. Gaps
 left by the alignment hold zeros in both and stay zero under every update.
 
-Vectors (biases, norms, scales) lie behind everything else, because optimizers treat them alike: what is updated in one
+Vectors (biases, norms, scales) come after everything else, because optimizers treat them alike: what is updated in one
 way then is one contiguous slice, which one fused kernel updates, one reduction takes the norm of and one copy casts. A
 bucket is what one collective carries; it lies on one side of that border.
 """

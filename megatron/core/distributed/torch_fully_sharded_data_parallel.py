@@ -5,7 +5,7 @@
     backward   gather them again                          compute   drop them; sum gradients, keep our rows
 
 ZeRO-3 (Rajbhandari et al., 2020). With ZeRO-2 the rows that were gathered stay until the step's last backward, and only
-gradients and optimizer state are divided all the time. Gathers and sums run beside the computation of the neighbouring
+gradients and optimizer state are divided all the time. Gathers and sums overlap the computation of the neighbouring
 layers. Tensor-parallel shards are cut further: torch sees a process's shard as the whole parameter.
 
 Experts are separate units inside their layer, and divided over the processes that hold the same ones (expert data
@@ -14,7 +14,7 @@ that more processes can divide them than there are experts here; where one proce
 has one member.
 
 With several optimizer instances (HSDP) the processes form as many groups of neighbours. Each group divides a copy of
-the whole, and the copies' gradients are summed once a step, behind the last microbatch's sum inside the groups.
+the whole, and the copies' gradients are summed once a step, after the last microbatch's sum inside the groups.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class TorchFullyShardedDataParallel(ModelChunk):
         self._sum_over_copies(not self._sums_once)
 
     def enable_grad_sync(self) -> None:
-        """The next backward is the last of the step: what was gathered is dropped behind it, and several optimizer
+        """The next backward is the last of the step: what was gathered is dropped after it, and several optimizer
         instances sum their gradients, which therefore need this call."""
         self._keep_gathered(False)
         self._sum_over_copies(True)
@@ -282,7 +282,7 @@ def _make_mesh(holders: Group, reduction: Reduction) -> DeviceMesh:
 
 
 def _is_divided_later(reduction: Reduction) -> bool:
-    """Return whether gradients are divided behind the step's last sum instead of by torch, which (2.13) divides twice
+    """Return whether gradients are divided after the step's last sum instead of by torch, which (2.13) divides twice
     where a group of one process shards a parameter."""
     return isinstance(reduction.shards, SingleRankGroup)
 

@@ -65,7 +65,7 @@ class UpstreamWrapper(nn.Module):
         self.waits_in_forward = True
 
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
-        """Gather all parameters at once from now on. param_sync: also gather those of the last update now."""
+        """Gather all parameters at once from now on. param_sync: also gather the last update's now."""
         self.waits_in_forward = False
         if param_sync:
             self.param_gather.finish()

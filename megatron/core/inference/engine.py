@@ -261,7 +261,7 @@ class Engine:
             choice.tokens.append(token)
             if request.logprobs is not None:
                 choice.logprobs.extend(measure(logits[row : row + 1], [token], request.logprobs, self.vocab_size))
-            # What was read behind another token than this one says nothing about the text.
+            # What was read after another token than this one says nothing about the text.
             if draft is None or token != int(draft.tokens) or token in request.ends:
                 break
         return choice
@@ -269,7 +269,7 @@ class Engine:
     def _choose_token(
         self, request: Request, chosen: list[int], logits: Tensor, likeliest: int | None, draft: Any
     ) -> int | None:
-        """The token behind a text and those chosen in this pass, of logits [v]; None where there is none."""
+        """The token after a text and the tokens chosen in this pass, of logits [v]; None where there is none."""
         sampling, is_too_short = request.sampling, len(request.new_tokens) + len(chosen) < request.min_new_tokens
         if sampling.greedy and not sampling.changes_logits and not is_too_short:
             return likeliest
@@ -310,7 +310,7 @@ class Engine:
         if part.reaches_end and request.max_new_tokens == 0:
             ended_by = "length"
         if request.held is not None and new:
-            # Drafts behind the last right token are forgotten.
+            # Drafts after the last right token are forgotten.
             request.held.length = min(request.held.length, len(request.text) - 1)
         if ended_by is not None:
             self.end(request, ended_by)

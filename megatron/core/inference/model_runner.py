@@ -51,7 +51,7 @@ class ModelRunner:
         self.keeps_states = False
         """True if `states` are wanted."""
         self.states: list[Tensor] = []
-        """Hidden states of the last pass behind the final norm, [n, 1, h] of each row."""
+        """Hidden states of the last pass after the final norm, [n, 1, h] of each row."""
 
     # ---- the model
 
@@ -66,7 +66,7 @@ class ModelRunner:
         return found
 
     def begin(self, state: SequenceState) -> None:
-        """Reserve what passes need beside the rows of this state."""
+        """Reserve what passes need in addition to the rows of this state."""
         if getattr(self.config, "sequence_parallel", False):
             self._padding = state.add()
             state.reserve(self._padding, self.groups.tp.size())
@@ -104,7 +104,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, tokens: list[list[int]], state: SequenceState, wanted: list[int]) -> Tensor | None:
-        """Read tokens behind each row of a state. Returns logits [sum of wanted, v] float32 of the last ones of each
+        """Read tokens after each row of a state. Returns logits [sum of wanted, v] float32 of the last ones of each
         row, one row after the other; None on ranks without them."""
         was_training = self.model.training
         if was_training:

@@ -41,7 +41,7 @@ class Request:
     logprobs: int | None = None
     """Log-probabilities of the new tokens, and of so many of the likeliest; None for none."""
     prompt_logprobs: int | None = None
-    """The same of the prompt's tokens but for the first, before which there is nothing to expect it from."""
+    """The same of the prompt's tokens except the first, before which there is nothing to expect it from."""
     on_tokens: Callable[[Request, list[int]], None] | None = None
     """Called as soon as tokens are chosen."""
 
@@ -63,7 +63,7 @@ class Request:
     preemptions: int = 0
     held: HeldSequence | None = None
     drafts: list[Draft] = field(default_factory=list)
-    """Of the tokens behind the text, to be confirmed or replaced."""
+    """Of the tokens after the text, to be confirmed or replaced."""
     contents: list[bytes] = field(default_factory=list)
     """Digests of the text's full pages, as far as they were asked for."""
 
@@ -73,7 +73,7 @@ class Request:
 
     @property
     def new_tokens(self) -> list[int]:
-        """The tokens behind the prompt."""
+        """The tokens after the prompt."""
         return self.text[len(self.prompt) :]
 
     @property

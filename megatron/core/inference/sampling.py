@@ -75,7 +75,7 @@ class Sampling:
         return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty or self.logit_bias)
 
     def adjust(self, logits: Tensor, text: Sequence[int], prompt_length: int) -> None:
-        """Apply penalties and biases in place to the logits [v] of the token behind a text."""
+        """Apply penalties and biases in place to the logits [v] of the token after a text."""
         if self.repetition_penalty != 1:
             seen = torch.tensor(sorted({*text}), device=logits.device)
             old = logits[seen]
@@ -159,7 +159,7 @@ def confirm_tokens(logits: Tensor, draft: Draft, sampling: Sampling, generators:
         if torch.rand((), generator=generator) * drafted[token] < own[token]:
             continue
         more = (own - drafted).clamp_(min=0)
-        # Nothing is left only where the two are the same but for rounding.
+        # Nothing is left only where the two are the same except for rounding.
         left = more if more.sum() > 0 else own
         chosen[row] = int(torch.multinomial(left, num_samples=1, generator=generator))
     return torch.tensor(chosen, device=logits.device)

@@ -8,7 +8,7 @@
 Each pass reads one token (and drafts) of every text that is being written. What is left of the budget of tokens is
 shared by the prompts that are being read, in equal parts, of which a short prompt leaves some to the others: so neither
 a long prompt delays the tokens of others by more than the budget, nor do prompts wait for one another. Requests are
-admitted in the order of their arrival; one that must wait for pages holds up those behind it, so that it is never
+admitted in the order of their arrival; one that must wait for pages holds up the ones after it, so that it is never
 passed over.
 """
 
@@ -22,7 +22,7 @@ from megatron.core.sequences.state import PAGE_TOKENS, SequenceState, digest_pag
 
 
 class RequestSlice(NamedTuple):
-    """Tokens of one request in a pass: so many of its text, and its drafts where these are behind them."""
+    """Tokens of one request in a pass: so many of its text, and its drafts where these come after them."""
 
     request: Request
     tokens: int

@@ -88,7 +88,7 @@ def refuse_dropping(config: Any) -> None:
 
 
 def list_writing(requests: Sequence[Request]) -> list[Request]:
-    """List the requests whose last token alone is to be read, and that have room for a draft and a token."""
+    """List the requests of which only the last token is to be read, and that have room for a draft and a token."""
     return [
         each
         for each in requests
@@ -97,7 +97,7 @@ def list_writing(requests: Sequence[Request]) -> list[Request]:
 
 
 def count_room(request: Request) -> int:
-    """Drafts that may all be right, with a token behind them, before the text is at its limit."""
+    """Drafts that may all be right, with a token after them, before the text is at its limit."""
     return request.limit - len(request.text) - 1
 
 

@@ -94,7 +94,7 @@ def _derivative(x, NAME: tl.constexpr):
 
 @triton.jit
 def _find_gate(columns, WIDTH: tl.constexpr, INTERLEAVE: tl.constexpr):
-    """Return where in a row of x the gate of each output stands; its up stands INTERLEAVE, or WIDTH, behind it."""
+    """Return where in a row of x the gate of each output stands; its up is INTERLEAVE, or WIDTH, after it."""
     if INTERLEAVE is None:
         places = columns
     else:

@@ -70,8 +70,8 @@ def sum_rows_of_tokens(
 ) -> Tensor:
     """Rows [n, h], of which row i belongs to slot order[i], -> [tokens, h].
 
-    order: int64 [n]; token t has the slots from t * slots_per_token on, each with one row at most. The number behind
-    the last slot stands for none. is_whole: every slot has a row, and every row a slot.
+    order: int64 [n]; token t has the slots from t * slots_per_token on, each with one row at most. The number after the
+    last slot means none. is_whole: every slot has a row, and every row a slot.
     """
     width, slots = rows.shape[1], tokens * slots_per_token
     if is_whole:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weight gradients of all experts, G_e += dY_e^T X_e, summed and added in float32: grouped_mm rounds each microbatch's
-to 16 bits and needs memory for them beside the gradients.
+to 16 bits and needs memory for them in addition to the gradients.
 
 A program computes one tile of one expert's gradient. How many rows an expert has is read on the device.
 """

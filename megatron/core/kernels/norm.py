@@ -115,7 +115,7 @@ def sum_parts(parts, sums, count, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK
 
 
 class Statistics(NamedTuple):
-    """Statistics that backward needs beside the norm's input."""
+    """Statistics that backward needs in addition to the norm's input."""
 
     means: Tensor | None
     """[tokens] float32; None of RMSNorm."""

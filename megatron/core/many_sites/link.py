@@ -98,7 +98,7 @@ class SiteLink:
 
     def _send_all(self) -> None:
         while True:
-            # The lock is for the queues alone: a slow line must not keep anybody from adding to them.
+            # The lock is only for the queues: a slow line must not keep anybody from adding to them.
             with self._change:
                 self._change.wait_for(lambda: self._urgent or self._waiting or not self._is_open)
                 if not self._is_open:

@@ -93,7 +93,7 @@ class GroupState:
         self._places = list(itertools.accumulate(lengths, initial=0))[:-1]
         self.tensors = {kind: self.allocate(sum(lengths), dtype) for kind, dtype in kinds.items()}
         self.companions: dict[str, Tensor] = {}
-        """Tensors like the state's that no update rule knows: checkpoints keep them beside it."""
+        """Tensors like the state's that no update rule knows: checkpoints keep them with it."""
         self.mirrors_model = False
         """True if the main parameters are copies of the network's in other memory, and hold no state."""
         # Filled piece by piece: with a list of copies to join, all of it would be in memory twice for a moment.
@@ -179,7 +179,7 @@ class GroupState:
                 self.main[place].copy_(self.buffer.values(*piece))
 
     def note_change(self) -> None:
-        """Somebody has changed the main parameters beside the update."""
+        """Note that the main parameters were changed outside of the update."""
 
     def take_loaded(self) -> None:
         """Make main parameters and the network's agree after a loader has written what `named_slices` names."""

@@ -183,7 +183,7 @@ class MegatronOptimizer(UpstreamMethods):
         return 1.0 if self.grad_scaler is None else self.grad_scaler.value
 
     def numbers(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps beside the tensors of `named_slices`: plain numbers."""
+        """Return what a checkpoint keeps in addition to the tensors of `named_slices`: plain numbers."""
         state: dict[str, Any] = {"step_count": self.step_count, "optimizer": self.config.optimizer}
         if self.grad_scaler is not None:
             state["grad_scaler"] = self.grad_scaler.state_dict()
@@ -246,7 +246,7 @@ class MegatronOptimizer(UpstreamMethods):
         return _Measured(norms[0], divisors, found_inf)
 
     def _list_counted_grads(self, buffers: Sequence[FlatBuffer]) -> list[list[tuple[bool, Tensor]]]:
-        """List the gradients that this process counts, each with whether it is of experts; behind them, where there may
+        """List the gradients that this process counts, each with whether it is of experts; after them, where there may
         be any, those that are clipped by themselves."""
         if not self.config.clips_prediction_apart:
             views = ((buffer, view_counted(buffer, buffer.grad_data, self.groups)) for buffer in buffers)

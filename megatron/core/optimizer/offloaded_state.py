@@ -93,7 +93,7 @@ class FileHome(StateHome):
         super().__init__(device, **options)
         self.directory = directory
         self._maps: list[tuple[int, int, mmap.mmap]] = []
-        """First address, the one behind the last, memory."""
+        """First address, the one after the last, memory."""
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -132,7 +132,7 @@ class FileHome(StateHome):
 
 
 def build_home(config: OptimizerConfig, device: torch.device) -> StateHome | None:
-    """Build the home of state that the config wants beside the device; None for nowhere."""
+    """Build the home of state that the config wants outside the device; None for nowhere."""
     if not config.optimizer_cpu_offload or config.optimizer_offload_fraction == 0:
         return None
     options = {

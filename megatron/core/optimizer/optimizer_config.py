@@ -103,7 +103,7 @@ class OptimizerConfig(CheckedConfig):
         "duplicated", choices=("blockwise", "duplicated", "distributed"), kind="numerics", needs=_MUON
     )
     """With --optimizer muon: tensor-parallel ranks gather each matrix, or sum the Gram matrices of their shards, or
-    orthogonalise each shard alone (blockwise: another algorithm, whose result depends on the ranks)."""
+    orthogonalise each shard separately (blockwise: another algorithm, whose result depends on the ranks)."""
     muon_scalar_optimizer: str = flag("adam", choices=("adam", "lion"), kind="numerics", needs=_MUON)
     """With --optimizer muon: rule for embeddings, the output layer, biases and norms."""
     use_precision_aware_optimizer: bool = flag(False, kind="numerics")
@@ -138,7 +138,7 @@ class OptimizerConfig(CheckedConfig):
     overlap_cpu_optimizer_d2h_h2d: bool = flag(False, kind="kernel", needs=_OFFLOAD)
     """Let gradients travel to the host, and parameters back, while others are updated there."""
     use_torch_optimizer_for_cpu_offload: bool = flag(False, kind="kernel", needs=_OFFLOAD)
-    """Says nothing: the host always updates with torch's fused kernels."""
+    """Ignored: the host always updates with torch's fused kernels."""
     pin_cpu_grads: bool = flag(
         True, kind="kernel", gpu=NeedsGPU(lambda run: run.optimizer_cpu_offload and not run.pin_cpu_grads, _NO_PINNING)
     )
@@ -146,12 +146,12 @@ class OptimizerConfig(CheckedConfig):
     pin_cpu_params: bool = flag(
         True, kind="kernel", gpu=NeedsGPU(lambda run: run.optimizer_cpu_offload and not run.pin_cpu_params, _NO_PINNING)
     )
-    """With --optimizer-cpu-offload: main parameters lie in pinned memory of the host, but for those in files."""
+    """With --optimizer-cpu-offload: main parameters are in pinned memory of the host, except the ones in files."""
     width_multiplier: float = derived(1.0, kind="numerics")
     """With --use-mup how many times as wide as the base model this one is; else 1."""
     clips_prediction_apart: bool = derived(False, kind="numerics")
-    """With --mtp-detach-heads: gradients of multi-token prediction are clipped by a norm of their own, and the others'
-    is the one that is reported."""
+    """With --mtp-detach-heads: gradients of multi-token prediction are clipped by a separate norm, and the others' is
+    the one that is reported."""
     # Copied from the model's config, so that a command line cannot say it twice and differently.
     bf16: bool = derived(False, kind="numerics")
     """Model parameters are bfloat16; the optimizer keeps float32 main parameters."""
@@ -180,15 +180,15 @@ class OptimizerConfig(CheckedConfig):
     params_dtype: torch.dtype | None = derived(kind="numerics")
     """Ignored: the dtype of the parameters is read from them."""
     store_param_remainders: bool = derived(True, kind="kernel")
-    """Says nothing: main parameters are kept whole."""
+    """Ignored: main parameters are kept in full."""
     log_num_zeros_in_grad: bool = derived(False, kind="report")
-    """Says nothing: `count_zeros()` counts them when it is called."""
+    """Ignored: `count_zeros()` counts them when it is called."""
     barrier_with_L1_time: bool = derived(True, kind="report")
     """Ignored: `use_timers` takes the stopwatches, whose barriers are set there."""
     timers: Any = derived(kind="report")
-    """Says nothing; see `use_timers`."""
+    """Ignored; see `use_timers`."""
     fp8_recipe: str | None = derived(kind="numerics")
-    """Says nothing: the model's config has the recipe."""
+    """Ignored: the model's config has the recipe."""
     reuse_grad_buf_for_mxfp8_param_ag: bool = derived(False, kind="kernel")
     """Only False: gradients have a separate buffer."""
 

@@ -34,7 +34,7 @@ class GroupKey(NamedTuple):
     is_hidden_matrix: bool = False
     """A matrix of attention or MLP whose learning rate muP divides by the width."""
     is_clipped_apart: bool = False
-    """Its gradients have a norm of their own, by which they are clipped: those of detached multi-token prediction."""
+    """True if its gradients are clipped by a separate norm, as in detached multi-token prediction."""
     options: tuple[tuple[str, float], ...] = ()
     """Options that a program gives its parameters in place of the config's (param_overrides.py)."""
 
@@ -174,7 +174,7 @@ def _divide(
     members = [
         Member(*entry) for entry in zip(buffer.names, buffer.params, buffer.layout.slots, buffer.starts, strict=True)
     ]
-    # Vectors lie behind everything else in memory, whatever their place in the module.
+    # Vectors come after everything else in memory, whatever their place in the module.
     in_place = sorted(members, key=lambda member: member.slot.start)
     ends = [member.slot.start for member in in_place[1:]] + [buffer.layout.numel]
     keys = {member.name: make_param_key(get_placement(member.param, member.name), config) for member in members}

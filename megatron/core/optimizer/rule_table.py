@@ -38,7 +38,7 @@ RULES: Mapping[str, RuleEntry] = {
 
 
 def needs_whole_matrices(name: str) -> bool:
-    """Return whether the rule of this name cannot update a part of a matrix alone."""
+    """Return whether the rule of this name cannot update a part of a matrix separately."""
     return name in RULES and RULES[name].rest is not None
 
 

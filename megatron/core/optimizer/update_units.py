@@ -41,7 +41,7 @@ class UpdateUnit(NamedTuple):
 
 def make_update_units(chunks: Sequence[ModelChunk], groups: Sequence[ParamGroup]) -> Iterator[UpdateUnit]:
     """All chunks together, or with overlap_param_gather_with_optimizer_step one after the other."""
-    # One after the other, the gather of a chunk runs beside the update of the next.
+    # One after the other, the gather of a chunk overlaps the update of the next.
     in_turn = any(chunk.ddp_config.overlap_param_gather_with_optimizer_step for chunk in chunks)
     for together in [[chunk] for chunk in chunks] if in_turn else [chunks]:
         buffers = [buffer for chunk in together for buffer in chunk.flat_buffers]

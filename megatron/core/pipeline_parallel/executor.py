@@ -153,7 +153,7 @@ class Executor:
                 if collect_non_loss_data:
                     outputs.loss_dicts.append(loss_func(output, non_loss_data=True))
                     return output, None
-                # The output (logits or losses) is not handed on: the loss alone keeps what backward needs of it.
+                # The output (logits or losses) is not passed on: only the loss keeps what backward needs of it.
                 return None, self._collect_loss(loss_func(output), num_microbatches, outputs)
 
         signals = {} if forward_only else plan_grad_sync(actions, self.chunks, self.groups.pp.rank())

@@ -2,9 +2,8 @@
 """Every rank's program for a step: its actions, and the transfers between stages, planned for all ranks together.
 
 NCCL matches the sends of one process and the receives of another by their order, so both sides must list them alike,
-and a transfer that waits for one listed behind it never ends. Therefore the schedule is played on a clock; each
-transfer gets its place on that one time line, at the moment its tensor exists; and each rank's program is its cut of
-the line:
+and a transfer that waits for one listed after it never ends. Therefore the schedule is played on a clock; each transfer
+gets its place on that one time line, at the moment its tensor exists; and each rank's program is its cut of the line:
 
     rank 0   F0  F0>1  F1  F1>1     B0<1  B0           F0>1: send the result of F0 to rank 1
     rank 1       F0<0  F0  F1<0 B0  B0>0  F1           F0<0: receive it from rank 0
@@ -74,11 +73,11 @@ class Pipeline:
     overlap: bool = True
     """Receives are posted early, and sends are not waited for at once."""
     side_by_side: bool = False
-    """Backwards run beside forwards, each while the other's tokens travel to experts on other ranks."""
+    """Backwards overlap forwards, each while the other's tokens travel to experts on other ranks."""
     delays_weights: bool = False
     """Weight gradients have actions separate from their backward."""
     delays_experts_only: bool = False
-    """These are the experts' alone."""
+    """True if these are only the experts'."""
     head_deferral: int | None = None
     """Microbatches whose output layer gets its weight gradient after the last backward; 0: all; None: none."""
 
@@ -176,7 +175,7 @@ def _with_head_gradients(program: Program, chunk: int, deferred: int) -> Program
         if isinstance(step, Action) and step.kind == "B" and step.chunk == chunk:
             product = Action("W", step.microbatch, chunk)
             (waiting if len(waiting) < deferred else due).append(product)
-        # What runs beside a backward stays beside it.
+        # What runs next to a backward stays next to it.
         if find_end_beside(program, position) == position + 1:
             steps, due = steps + due, []
     return steps + waiting

@@ -14,7 +14,7 @@ and the tests. With one stage it is the plain loop: forward and backward of one 
 
 M: microbatches, V: chunks. Times: backward twice forward; with deferred weight gradients three equal parts.
 
-1f1b and interleaved also exist side by side, for models whose experts are on several ranks: a backward runs beside the
+1f1b and interleaved also exist side by side, for models whose experts are on several ranks: a backward overlaps the
 forward that follows it in turn, and each computes while the other's tokens travel (DualPipe's idea, DeepSeek-AI, 2024,
 section 3.2.1, in one direction). No backward may then wait for the forward at its side, so that warm-up is longer: 1f1b
 holds 2(S-r) microbatches, interleaved one chunk more.
@@ -63,8 +63,8 @@ def build_tables(
     delays_weights: bool = False,
 ) -> list[list[Action]]:
     """Build the actions of every rank: rank -> its actions in order. group_size: of the interleaved schedule; the
-    number of stages when None. side_by_side: backwards run beside forwards. delays_weights: weight gradients run beside
-    their backward.
+    number of stages when None. side_by_side: backwards overlap forwards. delays_weights: weight gradients overlap their
+    backward.
 
     Raises ConfigError where the schedule does not exist for these numbers.
     """
@@ -233,7 +233,7 @@ def _alternate(
 
 
 def _with_weights_beside(table: list[Action]) -> list[Action]:
-    """Each backward divided in two, of which the weight gradients run beside the input gradients."""
+    """Each backward divided in two, of which the weight gradients overlap the input gradients."""
     divided: list[Action] = []
     for action in table:
         divided.append(action)

@@ -29,7 +29,8 @@ _FIRST, _SECOND = 0, 1
 
 
 class SideBySide:
-    """Runs a forward and a backward in turns, or fills the gaps of a backward alone. gaps: of the model's exchanges."""
+    """Runs a forward and a backward in turns, or fills the gaps of a single backward. gaps: of the model's
+    exchanges."""
 
     def __init__(self, gaps: Sequence[ExchangeGap]) -> None:
         self._gaps = gaps
@@ -43,7 +44,7 @@ class SideBySide:
     def run(
         self, forward: Callable[[], None] | None, backward: Callable[[], None], weights: Callable[[], None] | None
     ) -> None:
-        """Run both in turns, beginning with the forward; the backward alone where there is no forward. weights: weight
+        """Run both in turns, beginning with the forward; only the backward where there is no forward. weights: weight
         gradients that the backward has left so far, computed in each of its gaps.
 
         An error of one ends the other at its next turn, and is raised.

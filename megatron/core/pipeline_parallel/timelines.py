@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules on a clock: simulated from dependencies alone, or measured in a step that ran.
+"""Schedules on a clock: simulated only from dependencies, or measured in a step that ran.
 
 Simulated, without tensors and processes:
 
@@ -32,7 +32,7 @@ class Costs(NamedTuple):
 
     forward: float = 1.0
     backward: float = 2.0
-    """Of inputs and weights, or of inputs alone where weight gradients are deferred."""
+    """Of inputs and weights, or only of inputs where weight gradients are deferred."""
     weight: float = 1.0
     transfer: float = 0.0
     """From one process to its neighbour; computing goes on meanwhile."""

@@ -105,7 +105,7 @@ class BranchKind:
     inputs: Callable[[Config], list[StateInput]] | None = None
     """Of a mixer with linear attention: what that reads of each token, for all heads."""
     beside: Callable[[Config, Branch, Tokens], float] = _nothing_for_itself
-    """Bytes that its backward takes for itself, beside the gradients of what is kept."""
+    """Bytes that its backward needs in addition to the gradients of what is kept."""
     spec: Any = None
     """A ModuleSpec or a class. None: the layer's spec has a part for this kind."""
     missing: str | None = None

@@ -66,7 +66,7 @@ def find_letters_problem(pattern: str, known: Collection[str]) -> str | None:
 
 
 def find_mixture_problem(part: str) -> str | None:
-    """Return what is wrong with the letters of one part, or of one stage, beside each other."""
+    """Return what is wrong with the letters of one part, or of one stage, in combination."""
     latent = next((letter for letter in part if letter in "D+"), None)
     if "*" in part and latent is not None:
         return (

@@ -152,7 +152,7 @@ def _keep(
     inputs: list[StateInput],
     held: str = "",
 ) -> Iterator[Kept]:
-    """held: the section of the convolution's output that is read beside linear attention, too."""
+    """held: the section of the convolution's output that is read next to linear attention, too."""
     yield from keep_input(config, Branch(""), tokens, "attn_norm", "qkv_linear")
     per_rank = tokens.all / config.tensor_model_parallel_size
     per_channel = per_rank * count_bytes(config)

@@ -16,7 +16,7 @@ class PagePool:
     def __init__(self, pages: int) -> None:
         self.pages = pages
         # A byte for each page, 0 where it is in use: stretches of free pages are found by a search for bytes. 2 is a
-        # free one behind a sequence that may grow, taken by others only where there is none else.
+        # free one after a sequence that may grow, taken by others only where there is none else.
         self._free = bytearray(b"\1" * pages)
         self._num_free = pages
         self._users = [0] * pages
@@ -37,8 +37,8 @@ class PagePool:
     def take(self, before: int | None = None, stretch: int = 1) -> int | None:
         """Take a page for one user; None where all are in use.
 
-        before: the page of the tokens before. The one behind it is taken if it is free, and else one with which as
-        many free pages as `stretch` begin: what lies side by side can be read where it lies.
+        before: the page of the tokens before. The one after it is taken if it is free, and else one with which as many
+        free pages as `stretch` begin: what lies side by side can be read where it lies.
         """
         page = -1 if before is None else before + 1
         if before is None or page >= self.pages or not self._free[page]:
@@ -82,7 +82,7 @@ class PagePool:
             self._num_free += 1
 
     def may_write(self, page: int) -> bool:
-        """Return True where one user alone has the page, and its content has not been made known."""
+        """Return True where a single user has the page, and its content has not been made known."""
         return self._users[page] == 1 and page not in self._content_of
 
     def note(self, page: int, content: bytes) -> None:

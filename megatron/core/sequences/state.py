@@ -163,7 +163,7 @@ class SequenceState:
         self._layers, self._batched, self._rows_before, self._rows_now = {}, {}, [], []
 
     def give_back_unseen(self, sequence: HeldSequence) -> None:
-        """Give back the pages that no token behind the sequence's last one sees."""
+        """Give back the pages that no token after the sequence's last one sees."""
         for pool, table, reach in zip(self.pools, sequence.tables, self.groups, strict=True):
             for index in range(reach.find_first(sequence.length) // PAGE_TOKENS - 1, -1, -1):
                 page = table[index]

@@ -21,8 +21,8 @@ Function = Callable[..., tuple[Tensor, ...]]
 def compute_by_tokens(function: Function, arguments: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> Any:
     """Return function(*arguments), a tuple of tensors; arguments and results are [s, ...].
 
-    parameters: those that the function reads beside its arguments. Backward computes the function again. On a CPU both
-    take some tokens at a time, so that what lies between stays in its caches.
+    parameters: those that the function reads in addition to its arguments. Backward computes the function again. On a
+    CPU both take some tokens at a time, so that what lies between stays in its caches.
     """
     return _ByTokens.apply(function, len(arguments), *arguments, *parameters)
 

@@ -41,7 +41,7 @@ class MambaLayer(TransformerLayer):
         name: str | None = None,
         execution_type: type[Execution] = Execution,
     ) -> None:
-        """layer_number: counted from 1 behind the pp_layer_offset layers of earlier stages. name: part of upstream's
+        """layer_number: counted from 1 after the pp_layer_offset layers of earlier stages. name: part of upstream's
         signature; parameters are named by where the layer is."""
         number = layer_number + pp_layer_offset
         plan = read_plan(config).layer(number)

@@ -7,10 +7,10 @@ of those before it is handed over:
 
     convolution   the last tokens of the piece before
     state         each piece maps the state before it, S, to M S + T; ranks gather M and T [K, K + V] of all pieces,
-                  small beside the tokens, and find the states before their pieces: exact, whatever the decay
+                  small compared with the tokens, and find the states before their pieces: exact, whatever the decay
 
-Where pieces are short beside the states, ranks exchange tokens for heads instead (`moves_heads`): each then has some
-heads of the whole sequence, whose states need not be handed over.
+Where pieces are short compared with the states, ranks exchange tokens for heads instead (`moves_heads`): each then has
+some heads of the whole sequence, whose states need not be handed over.
 
 Documents that are packed into a sequence are kept apart: nothing passes from one to the next.
 """

@@ -146,7 +146,7 @@ class StateMixer(MegatronModule):
 
     @abstractmethod
     def build_parameters(self, submodules: StateMixerSubmodules) -> None:
-        """Declare the parameters between the two projections, but for the convolution's."""
+        """Declare the parameters between the two projections, except for the convolution's."""
 
     def project(self, hidden_states: Tensor) -> Tensor:
         """[s, b, h] -> the sections of this rank, [s, b, channels]."""
@@ -258,7 +258,7 @@ class StateMixer(MegatronModule):
     @torch.no_grad()
     def _note(self, state: Tensor, sharers: Group | None) -> None:
         """Keep the squares of the states [b, heads, K, V] after sequences of a training step. sharers: ranks that have
-        other heads; None where there are none beside the TP group."""
+        other heads; None where there are none outside the TP group."""
         if self.notes_states and self.training and not is_recomputing():
             squares = state.square().flatten(1).sum(1)
             if sharers is not None:

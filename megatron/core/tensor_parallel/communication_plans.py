@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Communication of tensor-parallel linear layers around their product, and the part of it that runs beside computation.
+"""Communication of tensor-parallel linear layers around their product, and the part of it that overlaps computation.
 
 Each layer has one plan, chosen when it is built:
 
@@ -80,7 +80,7 @@ from megatron.core.tensor_parallel.products import (
 CHUNKS = 4
 """At most; the largest divisor of a rank's tokens up to it. What is exposed is one chunk's communication."""
 IN_FLIGHT = 2
-"""Chunks that travel at the same time, at most: one that the next product waits for, and the one behind it."""
+"""Chunks that travel at the same time, at most: one that the next product waits for, and the one after it."""
 
 Mapping = Callable[[Tensor, Group], Tensor]
 
@@ -224,9 +224,9 @@ def _choose_fused(plan: GatherInput | ScatterOutput, product: Product) -> FusedC
     return plan.fused if product.is_plain else None
 
 
-# In each backward below a collective is launched before the product that runs beside it. On a GPU with one hardware
-# queue (CUDA_DEVICE_MAX_CONNECTIONS=1, set at start) kernels start in the order of their launch: the other way round
-# the collective would wait until the product has left the processors.
+# In each backward below a collective is launched before the product that overlaps it. On a GPU with one hardware queue
+# (CUDA_DEVICE_MAX_CONNECTIONS=1, set at start) kernels start in the order of their launch: the other way round the
+# collective would wait until the product has left the processors.
 # Each also keeps the weight itself on ctx, with its main_grad and queue: hooks for saved tensors would hand back
 # another tensor.
 
@@ -436,9 +436,9 @@ def _gather_chunks(own: Tensor, group: Group, chunks: int, into: Tensor | None =
         gathered = own.new_empty(group.size() * part.shape[0], *part.shape[1:]) if into is None else into[index]
         return gathered, all_gather_into_tensor(gathered, part, group, async_op=True)
 
-    # A gather is launched before the product that it runs beside: with one hardware queue it would wait for it
-    # otherwise. And not more than IN_FLIGHT: the queue stops at a gather that cannot start before the one in front of
-    # it has ended, and with it every product behind.
+    # A gather is launched before the product that it overlaps: with one hardware queue it would wait for it otherwise.
+    # And not more than IN_FLIGHT: the queue stops at a gather that cannot start before the one in front of it has
+    # ended, and with it every product after it.
     under_way = deque(begin(index) for index in range(min(IN_FLIGHT, chunks)))
     for index in range(chunks):
         gathered, handle = under_way.popleft()

@@ -12,7 +12,7 @@
 A further way is one more subclass of `Way`. Two others need no context, because a separate operation keeps what they
 need: a whole part of the network that is computed again from its inputs
 (`checkpoint` in random.py), and the input of a column layer under sequence parallelism, of which each rank keeps its
-tokens and gathers the others' beside a product (GatherInput in communication_plans.py).
+tokens and gathers the others' during a product (GatherInput in communication_plans.py).
 
 transformer/execution/activation_policy.py decides which activation goes which way.
 """

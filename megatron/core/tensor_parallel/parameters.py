@@ -149,8 +149,8 @@ def initialise_parameters(
     different numbers, so runs that must start alike on both draw on the CPU. draw: False leaves the memory of drawn
     weights as it is, for a model whose weights are loaded.
 
-    Raises MemoryShortageError where the parameters alone are more than the host has: they have no content yet, and
-    only with it do they take memory.
+    Raises MemoryShortageError where just the parameters are more than the host has: they have no content yet, and only
+    with it do they take memory.
     """
     on_host = sum(param.numel() * param.element_size() for _, param in list_parameters(module) if is_cpu(param))
     require_host_memory(

@@ -445,7 +445,7 @@ def is_wide(x: Tensor) -> bool:
 # do those whose shapes are new in every step (tokens of an expert).
 #
 # Where nothing is trained, few tokens times a large weight are oneDNN's, too: 8192 x 512 in 0.83 to 0.33 of the time.
-# Which kernel multiplies depends on the processor and the shapes alone, so that a run repeats itself bit by bit.
+# Which kernel multiplies depends only on the processor and the shapes, so that a run repeats itself bit by bit.
 
 _LEAST_LENGTH = 64
 _LEAST_MULTIPLICATIONS = 1 << 21

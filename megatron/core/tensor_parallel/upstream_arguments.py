@@ -30,7 +30,7 @@ def find_layer_group(
     groups = groups if groups is not None else ProcessGroupCollection.current()
     if not is_expert:
         return groups.tp
-    # A parameter of one expert alone cannot say that other processes have other experts.
+    # A parameter of a single expert cannot say that other processes have other experts.
     if groups.ep.size() > 1 or groups.expt_tp.size() != groups.tp.size():
         raise ConfigError(
             f"{type(layer).__name__}(is_expert=True) with --expert-model-parallel-size {groups.ep.size()}, "

@@ -204,7 +204,7 @@ def _extra_ids(options: TokenizerOptions) -> list[str]:
 
 
 def _added_tokens(options: TokenizerOptions) -> list[str]:
-    """Return what the flags add behind the vocabulary, in the order of the ids."""
+    """Return what the flags add after the vocabulary, in the order of the ids."""
     special_tokens = options.special_tokens or []
     repeated = sorted({token for token in special_tokens if special_tokens.count(token) > 1 or not token})
     if repeated:

@@ -163,7 +163,7 @@ def join_alternatives(pattern: str) -> str:
 
     tiktoken's engine tries one alternative after the other where any of them looks ahead; neighbours that do not are
     put into a group here, which it matches at once by an automaton. Automata have no possessive quantifiers; a known
-    alternative matches alike without them, as nothing behind one could match what it gives back.
+    alternative matches alike without them, as nothing after one could match what it gives back.
     """
     groups = itertools.groupby(split_alternatives(pattern), lambda alternative: "(?!" in alternative)
     return "|".join(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizers of the Hugging Face `tokenizers` library, read from local files without `transformers`.
 
-HuggingFaceTokenizer reads `tokenizer.json`, and the names of the special tokens from `tokenizer_config.json` beside it.
-GPT2BPETokenizer is the same byte-level BPE from `vocab.json` and `merges.txt`. No code from a tokenizer directory is
-ever run, and nothing is downloaded.
+HuggingFaceTokenizer reads `tokenizer.json`, and the names of the special tokens from `tokenizer_config.json` next to
+it. GPT2BPETokenizer is the same byte-level BPE from `vocab.json` and `merges.txt`. No code from a tokenizer directory
+is ever run, and nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def huggingface_tokenizer(
 ) -> HuggingFaceTokenizer:
     """Read a tokenizer.json, or the directory that holds it, and its chat template if it has one.
 
-    more_special_tokens   added behind the vocabulary where it lacks them
+    more_special_tokens   added after the vocabulary where it lacks them
 
     Raises ConfigError when there is no such file, DataError for a file that cannot be used.
     """
@@ -252,7 +252,7 @@ def _name_special_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any
 
 
 def _own_chat_template(json_path: Path, config: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja beside the tokenizer, else the configuration's; of several, the one named default."""
+    """chat_template.jinja next to the tokenizer, else the configuration's; of several, the one named default."""
     path = json_path.with_name("chat_template.jinja")
     if path.is_file():
         return str(read(path, lambda: path.read_text(encoding="utf-8")))

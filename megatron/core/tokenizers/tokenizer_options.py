@@ -50,7 +50,7 @@ class TokenizerOptions(CheckedConfig):
     """Vocabulary size before padding. NullTokenizer needs it; TikTokenizer keeps as many tokens of its file, special
     ones included; otherwise it is the tokenizer's."""
     vocab_extra_ids: int = flag(0, minimum=0, maximum=1_000_000, unit="tokens", kind="shape")
-    """Tokens <extra_id_0>, <extra_id_1>, ... to add behind the vocabulary."""
+    """Tokens <extra_id_0>, <extra_id_1>, ... to add after the vocabulary."""
     metadata_path: PathText | None = flag(None, names=("--tokenizer-metadata",), metavar="FILE")
     """tokenizer_metadata.json: the library says which tokenizer it is where --tokenizer-type is not given, and the chat
     template is used where --chat-template is not given."""
@@ -82,7 +82,7 @@ class TokenizerOptions(CheckedConfig):
     sft_tokenizer_prompt_format: str = flag(
         "nemotron-h-aligned", choices=(*PROMPT_FORMATS, *UNSUPPORTED_FORMATS), unsupported_choices=UNSUPPORTED_FORMATS
     )
-    """Form in which SFTTokenizer writes conversations: nemotron-h-aligned, identity (the contents alone), or default
+    """Form in which SFTTokenizer writes conversations: nemotron-h-aligned, identity (only the contents), or default
     (the tokenizer's chat template)."""
 
     def list_missing(self) -> list[str]:

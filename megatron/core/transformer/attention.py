@@ -348,7 +348,7 @@ class SelfAttention(Attention):
                 query = self.q_layernorm(query)
             if self.k_layernorm is not None:
                 key = self.k_layernorm(key)
-            # After the norms: a rotation leaves lengths alone, so that scores depend on distances only.
+            # After the norms: a rotation keeps lengths, so that scores depend only on distances.
             if rotation is not None and not rotates_first:
                 query, key = self.rotate(query, key, rotation)
         if not output_gate:

@@ -30,7 +30,7 @@ def input_initialiser(config: TransformerConfig) -> Initialiser:
 
 
 def sink_initialiser(config: TransformerConfig) -> Initialiser:
-    """Scores of the attention sinks: as input projections, but for --init-method-xavier-uniform, which is defined by
+    """Scores of the attention sinks: as input projections, except for --init-method-xavier-uniform, which is defined by
     the inputs and outputs of a matrix; these are one number for each head."""
     # Divided by the root of the width multiplier, so that outputs of a wider model have the base model's variance.
     return config.init_method or normal(config.init_method_std / math.sqrt(config.width_multiplier))
@@ -49,8 +49,8 @@ def output_initialiser(config: TransformerConfig) -> Initialiser:
 
 
 def few_outputs_initialiser(config: TransformerConfig) -> Initialiser:
-    """Router and gate of the shared expert: as input projections, but for muP, to which a matrix whose outputs stay as
-    many when the model becomes wider is an output layer. Its initial outputs vanish in the limit of infinite width,
+    """Router and gate of the shared expert: as input projections, except for muP, to which a matrix whose outputs stay
+    as many when the model becomes wider is an output layer. Its initial outputs vanish in the limit of infinite width,
     so that backward through it does not outweigh the main path (Yang et al., 2022, table 3)."""
     if config.init_method_xavier_uniform:
         return input_initialiser(config)

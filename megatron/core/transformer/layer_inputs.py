@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of layers beside hidden states: without gradients, and the same for all layers but for the rotation."""
+"""Inputs of layers other than hidden states: without gradients, and the same for all layers except for the rotation."""
 
 from __future__ import annotations
 

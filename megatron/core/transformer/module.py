@@ -19,7 +19,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class MegatronModule(nn.Module):
     """An nn.Module with the TransformerConfig it was built from.
 
-    Inside a layer it is told what surrounds its computation (execution/execution.py); alone it keeps what it computes.
+    Inside a layer it is told what surrounds its computation (execution/execution.py); by itself it keeps what it
+    computes.
     """
 
     recomputable: ClassVar[Mapping[str, tuple[str, ...]]] = {}
@@ -49,7 +50,7 @@ class MegatronModule(nn.Module):
 
 
 class Float16Module(MegatronModule):
-    """A model in half precision behind a float32 door: inputs are converted on the first stage, outputs on the last.
+    """A model in half precision with a float32 interface: inputs are converted on the first stage, outputs on the last.
 
     config: bf16 or fp16 says which format; module: one pipeline chunk.
     """

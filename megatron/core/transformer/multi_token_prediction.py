@@ -5,8 +5,8 @@
     x_k = layer_k( W [norm(embedding of t_{i+k}) ; norm(x_{k-1})] ), normalised     output layer -> t_{i+k+1}: loss k
 
 for each depth k = 1, 2, ...; embedding and output layer are the model's. Source: DeepSeek-V3, 2024, section 2.2,
-equations 21 to 25; x_0 is read behind the decoder's final norm, as upstream has it. With several residual streams X
-(hyper_connections.py; DeepSeek-V4) depths pass those on, before their sum at the end, of which each depth has its own:
+equations 21 to 25; x_0 is read after the decoder's final norm, as upstream has it. With several residual streams X
+(hyper_connections.py; DeepSeek-V4) depths pass those on, before their sum at the end, separate for each depth:
 
     X_k = layer_k( V norm(embedding of t_{i+k}) + W norm(X_{k-1}[n]) for each stream n );    x_k = sum(X_k), normalised
 
@@ -89,12 +89,12 @@ class TokenShift:
         return shifted.masked_fill(self.ends.to(x.device).view(-1, *[1] * (x.dim() - 2)), 0)
 
     def _find_following(self, pieces: Sequence[Tensor]) -> list[Tensor]:
-        """For each of our pieces what stands behind its last token, [b, ...]; zeros behind the sequence."""
+        """For each of our pieces what follows its last token, [b, ...]; zeros after the sequence."""
         zeros = torch.zeros_like(pieces[0][:, 0])
         ranks = self.sequence.size()
         if ranks == 1:
             return [zeros]
-        # Of every piece the first token alone: whole sequences need not travel.
+        # Of every piece only the first token: whole sequences need not travel.
         own = torch.stack([piece[:, 0] for piece in pieces])  # [2, b, ...]
         gathered = gather_from_sequence_parallel_region(own, group=self.sequence)
         places = [piece for rank in range(ranks) for piece in list_pieces_of_rank(rank, ranks)]
@@ -213,7 +213,7 @@ class MultiTokenPredictionLayer(MegatronModule):
         return hidden_states if self.config.num_streams is not None else self.finish(hidden_states)
 
     def finish(self, hidden_states: Tensor) -> Tensor:
-        """What `forward` leaves [s, b, n h] as the output layer reads it, [s, b, h]."""
+        """The output of `forward` [s, b, n h] as the output layer reads it, [s, b, h]."""
         if self.config.num_streams is not None:
             hidden_states = contract(hidden_states, self.config, [getattr(self, name) for name in self.end_names])
         normalised: Tensor = self.final_layernorm(hidden_states)
@@ -257,7 +257,7 @@ class MultiTokenPredictionBlock(MegatronModule):
         inputs: StageInputs,
     ) -> list[Tensor]:
         """input_ids, position_ids: [b, s] int64, of the tokens that the decoder has read. hidden_states: its output
-        behind the final norm, [s, b, h], or all residual streams, [s, b, n h]. embedding: the model's, (input_ids,
+        after the final norm, [s, b, h], or all residual streams, [s, b, n h]. embedding: the model's, (input_ids,
         position_ids) -> [s, b, h]."""
         detaches, found = self.config.detaches_prediction, []
         if detaches:

@@ -19,7 +19,7 @@ def find_own_stage(
     """Find the pipeline and the virtual stage in it. The groups are those given, else the current ones.
 
     pp_rank: the process of the pipeline, this one when None. Programs that make their groups have no current ones, and
-    need none here where the config alone decides: with one stage, or with pp_rank. Elsewhere they get the error of
+    need none here where only the config decides: with one stage, or with pp_rank. Elsewhere they get the error of
     `ProcessGroupCollection.current()`.
     """
     shape = build_virtual_stages(config)

@@ -37,5 +37,5 @@ class ReplacementLinear(ColumnParallelLinear):
         output, _ = super().forward(hidden_states)
         if self.scatters:
             output = scatter_to_sequence_parallel_region(output, self.tp_group)
-        # The residual is added in the output's memory, which behind a bias or a collective may be a view.
+        # The residual is added in the output's memory, which after a bias or a collective may be a view.
         return (output if self.bias is None and self.tp_group.size() == 1 else output.clone()), None

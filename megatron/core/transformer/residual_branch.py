@@ -3,7 +3,7 @@
 
     enter    x -> what f reads, what the norm has read, and the residual that f's output is added to
     body     f
-    leave    f's output -> x behind the branch
+    leave    f's output -> x after the branch
 
 Runners (execution/branch_runner.py) wrap the body, join a branch with the next one, or launch it as a graph. A branch
 that is added in another way, such as to several residual streams that are mixed (hyper_connections.py), is a subclass
@@ -48,7 +48,7 @@ class ResidualBranch:
         multiplier: float = 1.0,
     ) -> None:
         """parts: modules of the layer by name, read in every call. names: of the norm before the body, of the body, and
-        of the norm behind it, whose parts may be missing. multiplier: of this branch, beside the config's."""
+        of the norm after it, whose parts may be missing. multiplier: of this branch, in addition to the config's."""
         self.config, self.parts, self.kind = config, parts, kind
         self.scale = config.residual_multiplier * multiplier
         self.norm_name, self.name, self.output_norm_name = names
@@ -88,7 +88,7 @@ class ResidualBranch:
             self.bias_dropout_add = compiled(self.bias_dropout_add)
 
     def add(self, x: Tensor, inputs: LayerInputs, stream: Tensor | None = None) -> Tensor:
-        """x [s, b, h] -> x behind the branch. stream: what the output is added to instead, in a parallel layer."""
+        """x [s, b, h] -> x after the branch. stream: what the output is added to instead, in a parallel layer."""
         normed, norm_input, residual = self.enter(x)
         output, bias = self.body(normed, inputs, norm_input)
         return self.leave(output, bias, residual if stream is None else stream)
@@ -123,7 +123,7 @@ class ResidualBranch:
         return output, bias
 
     def leave(self, output: Tensor, bias: Tensor | None, residual: Any) -> Tensor:
-        """The residual stream behind the branch, [s, b, h]."""
+        """The residual stream after the branch, [s, b, h]."""
         return self.sum(*self.finish(output, bias), residual)
 
     def sum(self, output: Tensor, bias: Tensor | None, residual: Any) -> Tensor:

@@ -228,7 +228,7 @@ def join_latent_heads(
         positions = apply_rotary(positions, rotation)
     positions = positions.expand(-1, -1, query.shape[2], -1)
     key = torch.cat((expanded[..., :plain], positions), dim=-1)
-    # A copy: as a view it would keep the key channels beside it in memory until backward, a second time.
+    # A copy: as a view it would keep the key channels next to it in memory until backward, a second time.
     return query, key, expanded[..., plain:].contiguous()
 
 

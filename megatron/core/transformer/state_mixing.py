@@ -4,9 +4,9 @@
     depth k continues token i from h_u[i + k - u], u drawn from {0, ..., k}: its newest state, h_k[i], or an earlier
     depth's state of the later token that has read as much
 
-so that it learns to continue from the decoder's states and not only from drafts. What stands behind the end of a
-document is replaced by h_k[i]. Draws are a hash of the sequence's tokens: the same in every layout, and after a resume,
-without generators whose state would have to be kept.
+so that it learns to continue from the decoder's states and not only from drafts. What is after the end of a document is
+replaced by h_k[i]. Draws are a hash of the sequence's tokens: the same in every layout, and after a resume, without
+generators whose state would have to be kept.
 """
 
 from __future__ import annotations

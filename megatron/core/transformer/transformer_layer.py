@@ -49,7 +49,7 @@ _NORMS = {
     "mixer": ("input_layernorm", "post_self_attn_layernorm"),
     "mlp": ("pre_mlp_layernorm", "post_mlp_layernorm"),
 }
-"""Module of a branch -> the norms before and behind it."""
+"""Module of a branch -> the norms before and after it."""
 
 
 class TransformerLayer(MegatronModule):

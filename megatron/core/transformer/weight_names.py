@@ -87,7 +87,7 @@ def find_norm_class(norm: nn.Module) -> type[nn.Module]:
 
 
 class _Lending:
-    """A module, such as a norm, whose parameters are registered in another one, such as the projection behind it."""
+    """A module, such as a norm, whose parameters are registered in another one, such as the projection after it."""
 
     holder: tuple[nn.Module]
 

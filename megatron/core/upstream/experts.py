@@ -56,7 +56,7 @@ def apply_router_token_dropping(
 
 
 def apply_random_logits(logits: Tensor) -> Tensor:
-    """Random numbers, [T, E], with the gradient of the given logits: experts are chosen by chance alone."""
+    """Random numbers, [T, E], with the gradient of the given logits: experts are chosen only by chance."""
     return torch.randn_like(logits) + (logits - logits.detach())
 
 

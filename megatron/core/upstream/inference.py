@@ -94,7 +94,7 @@ class SamplingParams:
 
 @dataclass
 class InferenceRequest:
-    """A prompt and what was written behind it."""
+    """A prompt and what was written after it."""
 
     request_id: int
     prompt: str | None

@@ -28,7 +28,7 @@ def roll_tensor(
     packed_seq_params: PackedSeqParams | None = None,
     return_sum: bool = True,
 ) -> Any:
-    """(the tensor one place earlier along `dims`, zero where a document ends; its sum), or the tensor alone.
+    """(the tensor one place earlier along `dims`, zero where a document ends; its sum), or only the tensor.
 
     cp_group: the ranks that share the sequence; it is whole when None. Raises ConfigError for other shifts than -1.
     """

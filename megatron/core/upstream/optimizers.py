@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's ways to an optimizer beside get_megatron_optimizer."""
+"""Upstream's ways to an optimizer other than get_megatron_optimizer."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class MegatronTokenizer:
     ) -> Tokenizer:
         """The tokenizer in a file or directory.
 
-        metadata_path: the file tokenizer_metadata.json, or its content, {"library": "huggingface"}; that beside the
+        metadata_path: the file tokenizer_metadata.json, or its content, {"library": "huggingface"}; the one next to the
         tokenizer when None. kwargs: vocab_size, vocab_file, merges_file, additional_special_tokens, chat_template,
         num_special_tokens, pattern, trust_remote_code, prompt_format. Raises ConfigError.
         """
@@ -74,7 +74,7 @@ class MegatronTokenizer:
         metadata_path: str | None = None,
         chat_template: str | None = None,
     ) -> None:
-        """Write tokenizer_metadata.json beside the tokenizer, or to metadata_path.
+        """Write tokenizer_metadata.json next to the tokenizer, or to metadata_path.
 
         Raises ConfigError for an unknown library, for a user's class (code is never run), and for a file that is there
         already unless `overwrite`.

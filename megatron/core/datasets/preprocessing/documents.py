@@ -36,7 +36,7 @@ class SentenceSplitter:
     """The sentences of a text.
 
     language        name of a directory of parameters, such as english
-    keep_newlines   white space behind a sentence stays with it, but for that behind closing quotes and brackets;
+    keep_newlines   white space after a sentence stays with it, except after closing quotes and brackets;
                     otherwise all of it is dropped
     Raises ConfigError without nltk and for a language that is not there, DataError for unusable parameters.
     """
@@ -119,7 +119,7 @@ def _language_variables(keep_newlines: bool) -> Any:
         return None
     punkt = optional_deps.require("nltk.tokenize.punkt", needed_by=_NEEDED_BY)
     variables = punkt.PunktLanguageVars()
-    # The match ends behind the white space instead of before it, so that it stays with the sentence. It begins at the
+    # The match ends after the white space instead of before it, so that it stays with the sentence. It begins at the
     # beginning of a word: then a long text without a space takes linear time.
     variables._re_period_context = re.compile(
         rf"(?<!\S)\S*{variables._re_sent_end_chars}\s*(?=(?P<after_tok>{variables._re_non_word_chars}|(?P<next_tok>\S+)))"

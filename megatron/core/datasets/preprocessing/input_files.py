@@ -184,7 +184,7 @@ class Chunk:
     first_line_overall: int
     byte_offset: int
     data: bytes
-    """Ends with a newline unless the file does not. A line over the limit is cut one byte behind it."""
+    """Ends with a newline unless the file does not. A line over the limit is cut one byte after it."""
 
 
 def find_inputs(pattern: str) -> list[str]:

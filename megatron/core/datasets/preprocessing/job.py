@@ -124,7 +124,7 @@ class PreprocessOptions:
     split_sentences: bool = False
     """A sequence per sentence instead of one per text."""
     keep_newlines: bool = False
-    """With split_sentences: white space behind a sentence stays with it."""
+    """With split_sentences: white space after a sentence stays with it."""
     lang: str = "english"
     """With split_sentences: the language, a directory of Punkt parameters."""
     log_interval: int = 1000

@@ -182,7 +182,7 @@ def get_gpt_layer_with_transformer_engine_spec(
     """Return the local spec with the weights' names of Transformer Engine's modules (transformer/weight_names.py), and
     with layers that compute by it where this process has a GPU and the package; elsewhere they are the local ones, with
     a warning that says why. Arguments as there; use_te_op_fuser and use_te_activation_func have no effect, since
-    TransformerConfig(compile=True) fuses operations. post_self_attn_layernorm, post_mlp_layernorm: a norm behind
+    TransformerConfig(compile=True) fuses operations. post_self_attn_layernorm, post_mlp_layernorm: a norm after
     attention and MLP, which is the config's to say (norm_placement)."""
     if bool(post_self_attn_layernorm) != bool(post_mlp_layernorm):
         raise ConfigError(

@@ -78,7 +78,7 @@ class HybridStack(TransformerBlock):
     ) -> None:
         """Upstream's signature, of which pre_process, device, dtype and name say nothing here.
 
-        layer_type_list: the letters of this stage, behind pp_layer_offset others; those that the config's pattern has
+        layer_type_list: the letters of this stage, after pp_layer_offset others; those that the config's pattern has
         for this stage, or its chunk vp_stage, when None. is_mtp_layer: the layers of the depth of multi-token
         prediction whose first layer has layer_number. Raises ConfigError where they contradict the config.
         """

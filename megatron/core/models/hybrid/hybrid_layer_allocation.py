@@ -73,7 +73,7 @@ def get_hybrid_layer_counts(pattern: str) -> dict[str, int]:
 
 
 def get_hybrid_total_layer_count(pattern: str) -> int:
-    """Count the layers of the decoder alone. Raises PatternError."""
+    """Count only the decoder's layers. Raises PatternError."""
     return len((parse_hybrid_pattern(pattern).main_pattern or "").replace("|", ""))
 
 

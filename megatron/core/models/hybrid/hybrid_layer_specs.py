@@ -34,7 +34,7 @@ def get_hybrid_stack_spec(names: WeightNames = "own") -> ModuleSpec:
     mixers = {kind: get_state_mixer_spec(mixer) for kind, mixer in STATE_MIXERS.items()}
 
     def layer(place: str, after: str, **parts: Any) -> ModuleSpec:
-        """A layer of one branch. place, after: names of the norms before and behind it."""
+        """A layer of one branch. place, after: names of the norms before and after it."""
         parts |= {place: build_norm, after: build_norm, "weight_names": names}
         return ModuleSpec(TransformerLayer, submodules=TransformerLayerSubmodules(**parts))
 

@@ -61,7 +61,7 @@ class ArchitectureFields(ModelParallelConfig):
     """Layers whose norms stand on the output, whatever --norm-placement says of the others: a number means every n-th,
     a list has one entry per layer, 1 for these. Layers of --hybrid-layer-pattern are its letters (OLMo Hybrid)."""
     apply_residual_connection_post_layernorm: bool = flag(False, kind="function")
-    """The residual path of attention and MLP starts behind the norm of their input instead of before it."""
+    """The residual path of attention and MLP starts after the norm of their input instead of before it."""
     parallel_residual: bool = flag(False, kind="function")
     """Attention and MLP both read the layer's input, x + attention(norm(x)) + mlp(norm'(x)), as GPT-NeoX does."""
     parallel_residual_shares_norm: bool = flag(
@@ -77,7 +77,7 @@ class ArchitectureFields(ModelParallelConfig):
     residual_multiplier: float = flag(1.0, above=0, kind="function")
     """Factor on the output of attention and MLP before it joins the residual stream (Granite)."""
     mlp_output_multiplier: float = flag(1.0, above=0, kind="function")
-    """Factor on the output of the MLP, and of experts, beside --residual-multiplier (Falcon-H1)."""
+    """Factor on the output of the MLP, and of experts, in addition to --residual-multiplier (Falcon-H1)."""
     activation_input_multiplier: float = flag(1.0, above=0, kind="function")
     """Factor on what the activation function reads, in an MLP and in experts (Falcon-H1)."""
     logit_multiplier: float = flag(1.0, above=0, kind="function")
@@ -157,7 +157,7 @@ class ArchitectureFields(ModelParallelConfig):
                 "--cross-entropy-fusion-impl te cannot be combined with --cross-entropy-loss-fusion, in Megatron-LM "
                 "neither; use --cross-entropy-fusion-impl native, which computes the same loss"
             )
-        # There would be no norm on the input for the residual path to start behind.
+        # There would be no norm on the input for the residual path to start after.
         has_output_norms = self.norm_placement == "output" or self.output_norm_freq is not None
         if self.apply_residual_connection_post_layernorm and has_output_norms:
             yield (

@@ -109,7 +109,7 @@ class AttentionFields(ArchitectureFields):
     softmax_scale: float | None = flag(None, above=0, kind="function")
     """Factor on attention scores; 1 / sqrt(width of a head) when not given."""
     key_multiplier: float = flag(1.0, above=0, kind="function")
-    """Factor on keys as queries meet them, beside --softmax-scale (Falcon-H1)."""
+    """Factor on keys as queries meet them, in addition to --softmax-scale (Falcon-H1)."""
     softmax_type: str = flag("vanilla", choices=("vanilla", "off-by-one", "learnable"), kind="function")
     """Share of attention that may stay unspent: nothing; off-by-one: a further key with score 0 and without value;
     learnable: with a score that each head learns (attention sinks, gpt-oss)."""

@@ -15,7 +15,7 @@ _LATENT = Needs("--multi-latent-attention", lambda run: run.multi_latent_attenti
 
 @dataclass(kw_only=True, init=False, repr=False, eq=False)
 class LatentAttentionFields(PositionFields):
-    """Widths of latent vectors and heads; `multi_latent_attention` itself is beside the other kinds of attention."""
+    """Widths of latent vectors and heads; `multi_latent_attention` itself is with the other kinds of attention."""
 
     q_lora_rank: int | None = flag(None, minimum=1, maximum=2**24, kind="shape", needs=_LATENT)
     """Width of the latent vector that a token's queries are made of; made of the hidden state when not given

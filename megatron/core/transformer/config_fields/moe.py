@@ -100,7 +100,7 @@ class MoEFields(ArchitectureFields):
     moe_router_quantile_balancing_ema: float = flag(
         0.0, minimum=0, maximum=1, kind="numerics", needs=(_EXPERTS, _QUANTILE)
     )
-    """Share of the old bias in the new one after a step; 0: the last step alone decides."""
+    """Share of the old bias in the new one after a step; 0: only the last step decides."""
     moe_router_force_load_balancing: bool = flag(False, kind="function", needs=_EXPERTS)
     """Choose experts at random, to measure speed with equal loads."""
     moe_router_force_biased: float | None = flag(None, kind="function", needs=_EXPERTS)
@@ -127,7 +127,7 @@ class MoEFields(ArchitectureFields):
     )
     """Whom a full expert, or rank, drops: the tokens with the smallest weights, or the last of the microbatch."""
     moe_shared_expert_intermediate_size: int | None = flag(None, minimum=1, maximum=2**26, kind="shape", needs=_EXPERTS)
-    """Inner width of an MLP beside the experts that works on every token (DeepSeekMoE); none when not given."""
+    """Inner width of an MLP in addition to the experts that works on every token (DeepSeekMoE); none when not given."""
     moe_shared_expert_gate: bool = flag(False, kind="shape", needs=_EXPERTS)
     """Multiply the shared expert's output by the sigmoid of a learned projection of the token (Qwen 1.5 MoE)."""
     moe_shared_expert_overlap: bool = flag(False, kind="kernel", needs=(_EXPERTS, _SHARED))
@@ -182,8 +182,8 @@ class MoEFields(ArchitectureFields):
     """Cut the dense MLP into so many slices along its inner width, each of which becomes experts (He et al., 2024): its
     width is so many times --moe-ffn-hidden-size."""
     moe_per_layer_logging: bool = flag(False, kind="report", needs=_EXPERTS)
-    """Log the auxiliary losses of each layer beside their mean, and how evenly its experts are chosen: the load of the
-    busiest one, entropy, share dropped, spread of the biases."""
+    """Log the auxiliary losses of each layer in addition to their mean, and how evenly its experts are chosen: the load
+    of the busiest one, entropy, share dropped, spread of the biases."""
 
     @property
     def expert_channels(self) -> int:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-token prediction (DeepSeek-V3, 2024, section 2.2): beside the next token, some of those after it."""
+"""Multi-token prediction (DeepSeek-V3, 2024, section 2.2): in addition to the next token, some of the tokens after
+it."""
 
 from __future__ import annotations
 
@@ -22,13 +23,13 @@ class MTPFields(ArchitectureFields):
     """Tokens that are predicted beyond the next one, each by one more layer after the decoder, whose losses train the
     model as well (DeepSeek-V3, section 2.2); none when not given or 0. Positions must be rotary, or none."""
     mtp_loss_scaling_factor: float = flag(0.1, minimum=0, kind="numerics", needs=_PREDICTION)
-    """Weight of the mean of these losses beside the language-model loss."""
+    """Weight of the mean of these losses relative to the language-model loss."""
     mtp_use_repeated_layer: bool = flag(False, kind="shape", needs=_PREDICTION)
     """One layer, used again for each further token, instead of a layer for each."""
     mtp_detach_heads: bool = flag(False, kind="numerics", needs=_PREDICTION)
     """MTP losses train only the MTP layers: embedding, decoder and output layer, which they use, get no gradient from
-    them. Both have a norm of the gradients of their own, by which --clip-grad is applied, and that of the model without
-    these layers is reported."""
+    them. --clip-grad is applied to both by separate norms of their gradients, and the norm of the model without these
+    layers is reported."""
     mtp_hsm: bool = flag(
         False,
         kind="numerics",
@@ -49,7 +50,7 @@ class MTPFields(ArchitectureFields):
         kind="shorthand",
         needs=Needs("--hybrid-layer-pattern without /", lambda run: "/" not in (run.hybrid_layer_pattern or "/")),
     )
-    """Earlier spelling of what stands behind / in --hybrid-layer-pattern, once for each of --mtp-num-layers."""
+    """Earlier spelling of what comes after / in --hybrid-layer-pattern, once for each of --mtp-num-layers."""
 
     def normalize(self) -> None:
         super().normalize()

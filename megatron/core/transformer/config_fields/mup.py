@@ -43,7 +43,7 @@ class MuPFields(InitializationFields):
     mup_embedding_mult: float = flag(1.0, above=0, kind="function", needs=_MUP)
     """With --use-mup, factor on the output of the embedding."""
     mup_output_mult: float = flag(1.0, above=0, kind="function", needs=_MUP)
-    """With --use-mup, factor on the logits beside 1 / m."""
+    """With --use-mup, factor on the logits in addition to 1 / m."""
     mup_base_head_dim: float | None = flag(None, above=0, kind="function", needs=_MUP)
     """With --use-mup, width of a head of the base model, whose attention scores keep their usual factor; 1 when not
     given, so that the factor is 1 / width of a head."""

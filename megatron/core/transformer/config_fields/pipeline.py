@@ -73,9 +73,9 @@ class PipelineFields(MTPFields):
     """With --defer-embedding-wgrad-compute, the first so many microbatches of a step, whose activations then stay; all
     when 0."""
     overlap_moe_expert_parallel_comm: bool = flag(False, kind="layout")
-    """Run each backward beside a forward, so that each computes while the other's tokens travel to experts on other
-    ranks and back (DeepSeek-V3, 2024, section 3.2.1). With pipeline stages, 1f1b then has twice as many microbatches
-    in flight."""
+    """Overlap each backward with a forward, so that each computes while the other's tokens travel to experts on other
+    ranks and back (DeepSeek-V3, 2024, section 3.2.1). With pipeline stages, 1f1b then has twice as many microbatches in
+    flight."""
     delay_wgrad_compute: bool = flag(False, kind="layout")
     """With --overlap-moe-expert-parallel-comm, compute weight gradients while the input gradients travel."""
     overlap_dispatch_backward_with_experts_wgrad: bool = flag(False, kind="layout")
@@ -100,7 +100,7 @@ class PipelineFields(MTPFields):
 
     def count_states_between_stages(self, shape: VirtualStages) -> list[int]:
         """Return how many hidden states [s, b, h] travel together, one below the other, from each virtual stage to the
-        next: one, and behind multi-token prediction one more for each further token."""
+        next: one, and after multi-token prediction one more for each MTP depth."""
         end = find_decoder_end(self, shape)
         return [1 + (self.mtp_num_layers or 0) if stage >= end else 1 for stage in range(shape.count - 1)]
 
@@ -212,7 +212,7 @@ class PipelineFields(MTPFields):
 
     def _middle_divides_evenly(self, stages: int, chunks: int) -> Iterator[str]:
         first, last = self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers
-        # A first or last stage of 0 layers is allowed: it has the embedding or the loss alone.
+        # A first or last stage of 0 layers is allowed: it has only the embedding or the loss.
         rest = self.num_layers - (first or 0) - (last or 0)
         middle = max(0, stages - (first is not None) - (last is not None))
         if rest < 0 or (rest % middle if middle else rest):

@@ -36,15 +36,15 @@ class ProgramFields(CheckedConfig):
     num_layers_in_last_pipeline_stage: int | None = derived(kind="layout")
     """decoder_last_pipeline_num_layers under upstream's name in Python."""
     log_max_attention_logit: bool = derived(False, kind="report")
-    """Says nothing in a model; --log-max-attention-logit makes a run log it."""
+    """Ignored by a model; --log-max-attention-logit makes a run log it."""
     moe_router_fusion: bool = derived(False, kind="kernel")
-    """Says nothing: the numbers are the same."""
+    """Ignored: the numbers are the same."""
     cuda_graph_scope: Any = derived(kind="kernel")
-    """Says nothing: cuda_graph_impl and cuda_graph_modules say what is recorded."""
+    """Ignored: cuda_graph_impl and cuda_graph_modules say what is recorded."""
     inference_rng_tracker: bool = derived(False, kind="kernel")
     """Ignored: sampling draws from a separate generator."""
     transformer_impl: str = derived("transformer_engine", kind="kernel")
-    """Says nothing in a model, whose layer spec says it; programs read which spec they are to ask for."""
+    """Ignored by a model, whose layer spec says it; programs read which spec they are to ask for."""
     fp8_param: bool = derived(False, kind="numerics")
     """Only False."""
     flash_decode: bool = derived(False, kind="kernel")

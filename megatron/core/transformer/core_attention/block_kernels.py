@@ -241,7 +241,7 @@ def choose_masked_kernel(scale: float, dropout: float, device: torch.device) -> 
 
 
 def _widen(x: Tensor, query: Tensor) -> Tensor:
-    """Zeros behind the channels, up to the query's."""
+    """Zeros after the channels, up to the query's."""
     return x if x.shape[-1] == query.shape[-1] else F.pad(x, (0, query.shape[-1] - x.shape[-1]))
 
 
@@ -263,7 +263,7 @@ class MergedBlocks:
     def add(self, queries: slice, out: Tensor, log_sum: Tensor) -> None:
         """Merge a block's result for some of the queries: out [b, n, s, dv] in any dtype, log_sum [b, n, s] float32."""
         # A block's output is normalised by its sum; weighted by its part of the sum over all blocks so far, it is what
-        # a softmax over all of them at once gives. Sums are kept as logarithms: exp(score) alone would overflow.
+        # a softmax over all of them at once gives. Sums are kept as logarithms: plain exp(score) would overflow.
         before = self.log_sum[:, :, queries]
         total = torch.logaddexp(before, log_sum)
         shift = _finite(total)

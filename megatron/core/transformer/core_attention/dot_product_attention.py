@@ -105,7 +105,7 @@ class DotProductAttention(MegatronModule):
         chosen: Tensor | None = None,
     ) -> Tensor:
         """query [s, b, n, d], key [t, b, g, d], value [t, b, g, dv] -> [s, b, n * dv]. Upstream's signature, with
-        `Visible.chosen` behind it.
+        `Visible.chosen` after it.
 
         attention_mask: bool [b or 1, 1, s, t], True where a position may not be seen; causal when None, the queries
         being the last of the positions. attn_mask_type: this module's when None. packed_seq_params: documents of a

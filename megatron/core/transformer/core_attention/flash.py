@@ -149,7 +149,7 @@ def compute_backward(
 ) -> Gradients:
     """As `run_backward`, with any widths of keys and values; inputs: q, k, v."""
     q, k, v, grad, out = _pad(*inputs, grad, result.out)
-    # The kernel reads L by its address alone: a slice would be read as if it were the whole.
+    # The kernel reads L only by its address: a slice would be read as if it were the whole.
     whole = FlashResult(out, result.log_sum.contiguous(), result.random_state)
     grads = run_backward(grad, q, k, v, whole, call)
     grad_q, grad_k, grad_v = (

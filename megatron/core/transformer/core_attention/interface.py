@@ -5,7 +5,7 @@
     Visible            causal, within a window or a chunk, by a mask, within documents; and how to cut that to blocks
     CoreAttention      inputs -> [s, b, n * dv]; backends compute it on one rank, exchanges among ranks around a backend
     AttentionOptions   what a layer's config says about it, once per layer
-    KeptByShape        what follows from shapes alone, kept on the device
+    KeptByShape        what follows only from shapes, kept on the device
 
 Legend: s queries, t keys, b batch, n query heads, g key-value heads (groups), d width of a query and of a key, dv width
 of a value.
@@ -69,7 +69,7 @@ class Visible:
         where it only hides more. Without one attention is causal unless the mask type is no_mask.
         """
         if attention_mask is not None and attention_mask.dim() == 2:
-            # [b, s]: which tokens are padding. Upstream's causal kernels do not look at it; left in, padding behind the
+            # [b, s]: which tokens are padding. Upstream's causal kernels do not look at it; left in, padding after the
             # text changes nothing that is read.
             is_causal = mask_type in (AttnMaskType.causal, AttnMaskType.causal_bottom_right)
             attention_mask = None if is_causal else attention_mask[:, None, None, :]
@@ -90,7 +90,7 @@ class Visible:
         if self.chosen is not None:
             places = self.chosen.transpose(0, 1).long()  # [b, s, k]
             hidden = torch.ones(*places.shape[:2], keys + 1, dtype=torch.bool, device=device)
-            # What lies outside of these keys goes to a place behind them.
+            # What lies outside of these keys goes to a place after them.
             hidden.scatter_(2, places.masked_fill((places < 0) | (places >= keys), keys), False)
             return hidden[:, None, :, :keys]
         # One query, the last position, sees every key: so does each step of generation, without a mask to be made.
@@ -195,7 +195,7 @@ class AttentionInputs:
 
 
 class KeptByShape(Generic[Made]):
-    """Tensors that attention needs on the device and that follow from shapes alone, such as the bounds of chunks: made
+    """Tensors that attention needs on the device and that follow only from shapes, such as the bounds of chunks: made
     once for all calls of one shape.
 
     A CUDA graph goes on reading it where it lies, so that what training uses is never let go of: training has few

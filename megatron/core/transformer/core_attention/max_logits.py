@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The largest attention score of each head, measured beside any backend."""
+"""The largest attention score of each head, measured next to any backend."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class _BlockedCausalAttention(torch.autograd.Function):
         probabilities = []
         for first, end in _cpu_blocks(q.shape[1]):
             scores = torch.baddbmm(nothing, q[:, first:end], k[:, :end].transpose(1, 2), beta=0, alpha=scale)
-            # Only the block's last columns, where keys stand beside queries, have anything to hide.
+            # Only the block's last columns, where keys are in line with queries, have anything to hide.
             scores[:, :, first:].add_(future[: end - first, : end - first])
             # In place: these probabilities are what backward keeps, and a second copy would double the peak.
             torch.softmax(scores, -1, out=scores)
@@ -247,7 +247,7 @@ class _QueryBlocks(torch.autograd.Function):
         grad_q, grad_k, grad_v = (_heads_first(x) for x in (grad_query, grad_key, grad_value))
         for rows, seen, rule in call.blocks(q.shape[2], k.shape[2], q.device):
             inputs, merged = (q[:, :, rows], k[:, :, seen], v[:, :, seen]), (out[:, :, rows], log_sum[:, :, rows])
-            # A block's queries belong to it alone, so dQ is assigned; its keys are shared with later blocks, so dK and
+            # A block's queries belong only to it, so dQ is assigned; its keys are shared with later blocks, so dK and
             # dV add up.
             add_q, add_k, add_v = call.kernel.backward(grad[:, :, rows], inputs, merged, rule)
             grad_q[:, :, rows] = add_q

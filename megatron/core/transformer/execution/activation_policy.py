@@ -4,8 +4,8 @@ gathered again there.
 
 | setting                      | kept until backward                                                             |
 |------------------------------|---------------------------------------------------------------------------------|
-| none                         | everything; under sequence parallelism of the inputs of column layers a rank's  |
-|                              | own tokens (tensor_parallel/communication_plans.py)                             |
+| none                         | everything; under sequence parallelism of the inputs of column layers only its  |
+|                              | local tokens (tensor_parallel/communication_plans.py)                           |
 | full uniform n               | the input of every n-th layer                                                   |
 | full block n                 | the inputs of the first n layers of a stage; of the others everything           |
 | selective core_attn          | all but what attention keeps beside query, key and value: the probabilities,    |

@@ -12,7 +12,7 @@
       ComputedAgain                      backward computes the body again
       the module                         or another one in its place (Transformer Engine's MLP)
 
-A runner is called with x [s, b, h] and the layer's inputs, and returns x behind its branches; in a parallel layer also
+A runner is called with x [s, b, h] and the layer's inputs, and returns x after its branches; in a parallel layer also
 with the stream that the output is added to. The last four are bodies (ResidualBranch.body). Execution chooses and nests
 them when a layer is built; none refers to the layer.
 """
@@ -164,7 +164,7 @@ class Within:
 
 
 class RecordedLayer:
-    """All of a layer as one CUDA graph. is_recomputed: the recording keeps the layer's input alone."""
+    """All of a layer as one CUDA graph. is_recomputed: the recording keeps only the layer's input."""
 
     def __init__(self, runners: Sequence[Runner], part: Region, *, is_recomputed: bool) -> None:
         self.runners, self.part, self.is_recomputed = runners, part, is_recomputed

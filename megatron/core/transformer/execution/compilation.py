@@ -11,9 +11,9 @@
 | router             | scores, choice, weights, auxiliary losses                  | compiled                         |
 
 Products, core attention, the loss and every collective are the same as without the compiler. So weight gradients are
-added into the gradient buffer inside the product, or wait in the queue of a zero-bubble schedule; collectives run
-beside products; hooks see every module; activations are recomputed in parts. None of these can be inside a compiled
-graph: a compiler cannot move what it does not see.
+added into the gradient buffer inside the product, or wait in the queue of a zero-bubble schedule; collectives overlap
+products; hooks see every module; activations are recomputed in parts. None of these can be inside a compiled graph: a
+compiler cannot move what it does not see.
 
 A region is a function of tensors that a module holds as an attribute in its plain form, built from elementary
 operations; its `compile_regions` replaces it. All layers share a region's code, so compiling takes as long for 80

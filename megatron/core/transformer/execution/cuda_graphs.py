@@ -149,8 +149,8 @@ class Passes:
         """One forward pass of training through the layers, which the block does; it yields what stands for the
         constants there.
 
-        constants: what the layers read beside hidden states and has no gradient: masks and angles, as tensors, named
-        tuples of tensors, or None.
+        constants: what the layers read in addition to hidden states and has no gradient: masks and angles, as tensors,
+        named tuples of tensors, or None.
         """
         self.current = self._choose(hidden_states, constants)
         try:
@@ -254,7 +254,7 @@ class _LearningPass:
         return outputs
 
     def end(self) -> None:
-        """Keep what was noted; the micro-batch lives on in its graph alone."""
+        """Keep what was noted; the micro-batch lives on only in its graph."""
         self._made, self._lease = [], None
 
     def _liken(self, tensor: Tensor) -> _Like:

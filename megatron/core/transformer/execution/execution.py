@@ -47,7 +47,7 @@ class Execution:
     open_pass: Callable[[], AbstractContextManager[Any]] = staticmethod(nullcontext)
     """Open the context in which a pass through all layers of a stage runs."""
     fuses_norms = False
-    """True where norms are parts of the products that a library computes behind them."""
+    """True where norms are parts of the products that a library computes after them."""
 
     def __init__(self, config: TransformerConfig) -> None:
         self.config, self.policy = config, ActivationPolicy(config)
@@ -118,7 +118,7 @@ class Execution:
 
     @property
     def recomputes_prediction(self) -> bool:
-        """True where full recomputation covers layers behind the decoder's: each is a separate unit, about which
+        """True where full recomputation covers layers after the decoder's: each is a separate unit, about which
         `block`, counting the layers of a stage, says nothing."""
         return self.config.recompute_granularity == "full" and self.config.recompute_method == "uniform"
 

@@ -169,7 +169,7 @@ def _norm_parameters(norm: LayerNorm | RMSNorm) -> dict[str, Tensor | None]:
 
 
 def _leave_to_next(x: Tensor, *parameters: Any) -> Tensor:
-    """A norm's operation where the linear layer behind it normalises."""
+    """A norm's operation where the linear layer after it normalises."""
     return x
 
 

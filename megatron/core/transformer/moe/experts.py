@@ -46,7 +46,7 @@ TEGroupedMLP: Any
 
 
 def for_each_expert(init: Initialiser) -> Initialiser:
-    """The same distribution for each matrix of a stack [experts, out, in], as if it stood alone: Xavier's depends on
+    """The same distribution for each matrix of a stack [experts, out, in], as if it were separate: Xavier's depends on
     the shape of a matrix."""
 
     def fill(stack: Tensor, generator: torch.Generator) -> None:
@@ -209,7 +209,7 @@ class Experts(MegatronModule):
         with offload("moe_act"):
             output = self._activate_and_multiply(intermediate, weights, ends)
         if self.linear_fc2.bias is not None:
-            # y_e is weighted with its bias: the weight belongs to the expert's output, not to the product alone.
+            # y_e is weighted with its bias: the weight belongs to the expert's output, not only to the product.
             bias = self.linear_fc2.repeat_bias(ends, len(rows))
             if self.adds_bias:
                 return output + (bias * weights).to(rows.dtype)

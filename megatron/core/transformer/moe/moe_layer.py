@@ -101,7 +101,7 @@ class MoELayer(MegatronModule):
         self.overlaps_shared_experts = config.moe_shared_expert_overlap and self.shared_experts is not None
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode; tells the dispatcher, since ranks may have different numbers of tokens in evaluation alone."""
+        """Set the mode; tells the dispatcher, since ranks may have different numbers of tokens only in evaluation."""
         self.dispatcher.evaluates = not mode
         return super().train(mode)
 

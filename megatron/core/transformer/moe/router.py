@@ -73,9 +73,9 @@ class RouterArithmetic(NamedTuple):
 class TopKRouter(MegatronModule):
     """[s, b, h] -> Routing of T = s * b tokens.
 
-    Each process routes the tokens that it alone has. `expert_bias` [E] is a parameter without gradient, so that
-    checkpoints keep it; `finish_step` moves it after a step. `losses` sums up the auxiliary losses, by name, of
-    this process's tokens since `take_losses` was called.
+    Each process routes the tokens that only it has. `expert_bias` [E] is a parameter without gradient, so that
+    checkpoints keep it; `finish_step` moves it after a step. `losses` sums up the auxiliary losses, by name, of this
+    process's tokens since `take_losses` was called.
     """
 
     @take_arguments("config pg_collection is_mtp_layer=...")

@@ -198,7 +198,7 @@ def keep_within_capacity(experts: Tensor, weights: Tensor, config: MoEFields) ->
         kept = fit_into_capacity(experts, weights, config.num_moe_experts, capacity, policy)
     if config.moe_expert_rank_capacity_factor is not None:
         ranks = config.expert_model_parallel_size
-        # What is dropped already stands behind the last rank, and takes no place.
+        # What is dropped is already after the last rank, and takes no place.
         chosen = (experts // (config.num_moe_experts // ranks)).masked_fill(~kept, ranks)
         kept &= fit_into_capacity(chosen, weights, ranks + 1, compute_rank_capacity(tokens, config), policy)
     return kept

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An MLP beside the experts that works on every token (DeepSeekMoE, 2024), optionally gated (Qwen 1.5 MoE, 2024).
+"""An MLP in addition to the experts that works on every token (DeepSeekMoE, 2024), optionally gated (Qwen 1.5 MoE,
+2024).
 
 y = mlp(x)        gated    y = sigmoid(x w^T) mlp(x)
 """

@@ -52,7 +52,7 @@ _QUANTIZATION_ROWS = 16
 
 
 class Dispatched(NamedTuple):
-    """Tokens that the local experts are to work on, and the way back. Weights are those of outputs in a token's sum."""
+    """Tokens that the local experts are to work on, and the way back. Weights belong to outputs in a token's sum."""
 
     rows: Tensor
     """[n, h], sorted by local expert."""
@@ -108,7 +108,7 @@ class TokenDispatcher(ABC):
             local = local - self.first_expert
         kept = None
         if is_ours is not None:
-            # A number behind the last expert sorts to the end, where `kept` cuts it off.
+            # A number after the last expert sorts to the end, where `kept` cuts it off.
             local = local.masked_fill(~is_ours.flatten(), self.local_experts)
             if not self.has_equal_rows:
                 kept = int(is_ours.sum())  # the host waits: how many rows there are decides shapes
@@ -221,10 +221,10 @@ class AllToAllDispatcher(TokenDispatcher):
         received = torch.empty_like(sent)
         all_to_all_single(received, sent, self.group)
         sends, receives = torch.stack((sent, received)).sum(dim=2).tolist()
-        order = order[: sum(sends)]  # slots that go nowhere are behind the others
+        order = order[: sum(sends)]  # slots that go nowhere are after the others
         weights = weights.index_select(0, order)
 
-        # The weights travel beside the rows: the expert applies them, so that what comes back needs only a sum.
+        # The weights travel with the rows: the expert applies them, so that what comes back needs only a sum.
         there = RowExchange(self.group, sends, receives, self.exchange_gap, packs_forward=self.packs_tokens)
         ticket = there.start(self.permute(x, order, slots), weights)
         if meanwhile is not None:
@@ -246,7 +246,7 @@ class AllToAllDispatcher(TokenDispatcher):
 
     def _list_destinations(self, routing: Routing) -> Tensor:
         """Return where the slots of each token go, [T, k * ranks_per_expert]: a rank of the group and one of its
-        experts, in one number; one behind the last where a full expert drops the token."""
+        experts, in one number; one after the last where a full expert drops the token."""
         # Every rank that has a part of an expert gets the token, and makes a part of the output; combine sums them like
         # outputs of different experts.
         holder, expert = routing.experts // self.local_experts, routing.experts % self.local_experts
