@@ -122,12 +122,10 @@ class HyperConnection(MegatronModule):
 
     def project(self, logits: Tensor) -> Tensor:
         """[n, n, t] -> matrices [n, n, t] whose rows and columns have the sum 1 (Sinkhorn and Knopp, 1967)."""
-        matrix = logits.softmax(1) + _TINY
-        matrix = matrix / (matrix.sum(0, keepdim=True) + _TINY)
-        for _ in range(self.config.mhc_sinkhorn_iterations - 1):
-            matrix = matrix / (matrix.sum(1, keepdim=True) + _TINY)
-            matrix = matrix / (matrix.sum(0, keepdim=True) + _TINY)
-        return matrix
+        projected: Tensor = _Sinkhorn.apply(
+            logits.softmax(1) + _TINY, (0, *(1, 0) * (self.config.mhc_sinkhorn_iterations - 1)), False
+        )
+        return projected
 
     def orient(self, matrix: Tensor) -> Tensor:
         """Projected matrices [n, n, t] -> [t, n, n] as in `Streams`."""
@@ -148,10 +146,8 @@ class MeanConnection(HyperConnection):
 
     def project(self, logits: Tensor) -> Tensor:
         matrix = torch.exp(logits - logits.amax(1, keepdim=True))
-        for _ in range(self.config.mhc_sinkhorn_iterations):
-            matrix = matrix / matrix.sum(1, keepdim=True).clamp(min=_TINY)
-            matrix = matrix / matrix.sum(0, keepdim=True).clamp(min=_TINY)
-        return matrix
+        projected: Tensor = _Sinkhorn.apply(matrix, (1, 0) * self.config.mhc_sinkhorn_iterations, True)
+        return projected
 
     def orient(self, matrix: Tensor) -> Tensor:
         return matrix.permute(2, 0, 1)
@@ -315,6 +311,33 @@ def contract(x: Tensor, config: TransformerConfig, end: Sequence[Tensor]) -> Ten
 def invert_root(mean_square: Tensor, epsilon: float) -> Tensor:
     """1 / sqrt(mean square + epsilon)."""
     return torch.rsqrt(mean_square + epsilon)
+
+
+class _Sinkhorn(torch.autograd.Function):
+    """Matrices [n, n, t] divided by their sums over these dimensions in turn: sums of at least e where is_bounded, else
+    with e added. Many small operations: the gradient of y = x / s is written out, (g - sum of g y) / s."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, dims: Sequence[int], is_bounded: bool) -> Tensor:
+        kept = []
+        for dim in dims:
+            total = matrix.sum(dim, keepdim=True)
+            divisor = total.clamp_(min=_TINY) if is_bounded else total.add_(_TINY)
+            matrix = matrix / divisor
+            kept += [matrix, divisor]
+        ctx.save_for_backward(*kept)
+        ctx.dims, ctx.is_bounded = dims, is_bounded
+        return matrix
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        kept, grad = ctx.saved_tensors, grad.contiguous()  # tokens last, as in the matrices
+        for dim, matrix, divisor in zip(reversed(ctx.dims), kept[-2::-2], kept[::-2], strict=True):
+            of_sum = (grad * matrix).sum(dim, keepdim=True)
+            if ctx.is_bounded:
+                of_sum *= divisor > _TINY  # a bound stays where it is
+            grad = grad.sub(of_sum).div_(divisor)
+        return grad, None, None
 
 
 class _Reading(torch.autograd.Function):
