@@ -29,6 +29,7 @@ from urllib.parse import urlsplit
 from megatron.core import __version__
 from megatron.core.errors import MegatronError, say
 from megatron.core.optional_deps import require
+from megatron.core.tokenizers.chat import limit_template_time
 from megatron.serving.answers import AnswerDelta, Batch, ServedModel, list_asked
 from megatron.serving.bodies import (
     MAX_BATCH,
@@ -322,12 +323,12 @@ class Application:
         begins = body.add_generation_prompt is not False
 
         def render() -> list[int]:
-            return served.tokenizer.apply_chat_template(messages, add_generation_prompt=begins, **names)
+            with limit_template_time(_TEMPLATE_SECONDS):
+                text = served.tokenizer.render_chat(messages, add_generation_prompt=begins, **names)
+            return served.tokenizer.tokenize_as_is(text)
 
         try:
-            return await asyncio.wait_for(asyncio.to_thread(render), _TEMPLATE_SECONDS)
-        except TimeoutError as error:
-            raise BadRequest("the chat template takes too long on these messages", "messages") from error
+            return await asyncio.to_thread(render)
         except MegatronError as error:
             raise BadRequest(str(error), "messages") from error
 

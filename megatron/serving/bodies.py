@@ -22,6 +22,8 @@ _REFUSED = {
     "function_call", "parallel_tool_calls", "logits_processors", "truncate_prompt_tokens", "bad_words",
     "allowed_token_ids", "reasoning_effort", "modalities", "audio", "prediction", "add_special_tokens",
     "spaces_between_special_tokens", "lora_request", "mm_processor_kwargs", "documents", "continue_final_message",
+    "chat_template", "echo", "include_stop_str_in_output", "skip_special_tokens", "structural_tag", "prompt_embeds",
+    "verbosity", "web_search_options",
 }  # fmt: skip
 """Fields of OpenAI's and vLLM's interfaces that would change the text, and that this server does not have."""
 

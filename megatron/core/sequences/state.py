@@ -50,6 +50,8 @@ class HeldSequence:
         self.tables: list[list[int | None]] = [[] for _ in range(groups)]
         """For each group of layers the pages in the order of the tokens; None for those that were given back."""
         self.recurrent: dict[int, tuple[Tensor, ...]] = {}
+        self.noted = 0
+        """Pages whose content was made known, or was known already."""
 
 
 class _Span(NamedTuple):
@@ -155,7 +157,7 @@ class SequenceState:
                 if page is not None:
                     pool.release(page)
             table.clear()
-        sequence.length = 0
+        sequence.length = sequence.noted = 0
         sequence.recurrent = {}
 
     def free_memory(self) -> None:
@@ -176,11 +178,12 @@ class SequenceState:
 
     def note_content(self, sequence: HeldSequence, contents: Sequence[bytes]) -> None:
         """Make known what the full pages of a sequence hold; contents: `digest_pages` of its tokens."""
+        full = min(sequence.length // PAGE_TOKENS, len(contents))
         for pool, table in zip(self.pools, sequence.tables, strict=True):
-            full = min(sequence.length // PAGE_TOKENS, len(contents))
-            for page, content in zip(table[:full], contents, strict=False):
+            for page, content in zip(table[sequence.noted : full], contents[sequence.noted : full], strict=True):
                 if page is not None:
                     pool.note(page, content)
+        sequence.noted = max(sequence.noted, full)
 
     def adopt(self, sequence: HeldSequence, contents: Sequence[bytes], most: int) -> None:
         """Let an empty sequence begin with known pages: as many of its first as are known, except for tokens from

@@ -14,6 +14,7 @@ import pytest
 import torch
 from starlette.testclient import TestClient
 
+from megatron.serving import app
 from megatron.serving.app import Application, Limits
 from tests.support.served_model import LONGEST, ByteTokenizer, open_server
 from tests.unit.serving.bad_bodies import draw_body
@@ -123,6 +124,28 @@ def test_chat_reads_the_template(server: Server) -> None:
     assert "".join(delta["content"] for delta in deltas) == choice["message"]["content"]
 
 
+LOOPS = "{% set r = range(9999) %}" + "{% for a in r %}" * 3 + "{% endfor %}" * 3
+
+
+def test_a_template_has_bounds(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that would loop for years ends, and so its thread; what it writes is not longer than memory allows."""
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "x" * 1000}], "max_tokens": 1}
+    for template, words in (
+        (LOOPS, "takes longer than 0.2 s"),
+        ("{{ 'ab' * 10**9 }}", "2 characters 1000000000 times are too many"),
+        ("{% for a in range(90000) %}{{ messages[0].content }}{% endfor %}", "more than 33554432 characters"),
+        ("{{ messages.append(3) }}", "SecurityError"),
+    ):
+        monkeypatch.setattr(ByteTokenizer, "chat_template", template)
+        monkeypatch.setattr(app, "_TEMPLATE_SECONDS", 0.2 if template == LOOPS else 60.0)
+        answer = server[0].post("/v1/chat/completions", json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "messages") and words in error["message"]
+    monkeypatch.setattr(ByteTokenizer, "chat_template", "{{ template }}{{ 'ab' * 2 }}")
+    names = {"chat_template_kwargs": {"template": "a name"}}
+    assert server[0].post("/v1/chat/completions", json=body | names).json()["usage"]["prompt_tokens"] == 10
+
+
 def test_stop_words_end_a_text_before_them(server: Server) -> None:
     free = complete(server, prompt="abc", temperature=0, max_tokens=24)["choices"][0]
     place = next(i for i in range(3, 20) if free["text"][i : i + 2] not in free["text"][:i])
@@ -185,6 +208,7 @@ BAD = [
     ({"prompt": "a", "suffix": "end"}, "suffix", 400),
     ({"prompt": "a", "guided_regex": "a+"}, "guided_regex", 400),
     ({"prompt": "a", "best_of": 2}, "best_of", 400),
+    ({"prompt": "a", "skip_special_tokens": True}, "skip_special_tokens", 400),
     ({"prompt": "a", "model": "other"}, "model", 404),
     ({"prompt": "a\ud800"}, "prompt", 400),
     ({"prompt": ["a"] * 65, "n": 2}, "n", 400),
