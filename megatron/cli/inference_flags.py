@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flags that upstream's scripts start a server with and that have no effect here: read with a note, or refused.
 
-Of its engine's flags a note says why; how many values they take stands in the table of former flags, since command
+Of its engine's flags a note says why; how many values they take is in the table of former flags, since command
 lines of training may have them, too. Flags of training describe the model once more: the checkpoint's settings are
 used, and a note names those that are others.
 """

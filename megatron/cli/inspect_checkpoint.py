@@ -361,7 +361,7 @@ def diff(arguments: argparse.Namespace) -> int:
 
 
 def _without_infinity(value: Any) -> Any:
-    """JSON has no infinity and no NaN: null stands for them."""
+    """Replace infinity and NaN, which JSON does not have, with null."""
     if isinstance(value, dict):
         return {key: _without_infinity(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

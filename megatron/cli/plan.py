@@ -79,7 +79,7 @@ def choose_device(arguments: argparse.Namespace) -> Device:
 
 
 def complete_flags(arguments: argparse.Namespace, words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The flags of the model with stand-ins for what a plan needs and nobody has said; the stand-ins."""
+    """Return the flags of the model with stand-ins for what a plan needs and was not given; and the stand-ins."""
     flags = list(words)
     if arguments.hf_config is not None:
         file = arguments.hf_config

@@ -6,8 +6,8 @@
     python -m megatron report runs/a --live               follows the run on http://127.0.0.1:8600/
 
 RUN_DIR: a directory of --metrics-dir, one of --save, or one that holds both; profiles and pipeline traces below it are
-read, too. The page is one file that needs no network; beside it, where matplotlib is installed, lies a folder with its
-drawings as PNG files. Nothing in RUN_DIR is changed.
+read, too. The page is one file that needs no network; if matplotlib is installed, a folder next to it has its drawings
+as PNG files. Nothing in RUN_DIR is changed.
 """
 
 from __future__ import annotations

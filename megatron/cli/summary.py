@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The last words of `pretrain_gpt.py`: what a run has come to, where it lies, and the commands to go on with.
+"""The last lines of `pretrain_gpt.py`: the results of a run, where they are, and the next commands.
 
 Only the program has them, and not a script that calls pretrain(): they name the program's command line.
 """
@@ -49,7 +49,7 @@ class Progressed:
 
 
 class SummaryHook(Hook):
-    """Prints the summary on the first rank once the run is over, and writes it beside the checkpoints."""
+    """Prints the summary on the first rank once the run is over, and writes it next to the checkpoints."""
 
     # First of all phases, which is the last when hooks are closed: nothing is printed below it.
     phase = Phase.MEASURE

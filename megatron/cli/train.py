@@ -37,7 +37,7 @@ def train(config: RunConfig, hooks: Sequence[Hook] = ()) -> Run:
     from megatron.hf.running import HuggingFaceFiles
     from megatron.training.training import run_recipe
 
-    # Handed over here, as training stands below the bridge: for --load hf:DIR and --save-hf.
+    # Passed here, because training is below megatron.hf: for --load hf:DIR and --save-hf.
     return run_recipe(config, dataclasses.replace(build_gpt_recipe(config), foreign_files=HuggingFaceFiles()), hooks)
 
 

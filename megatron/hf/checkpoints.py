@@ -184,7 +184,7 @@ def _refuse_used(path: Path, asked_by: str) -> None:
 
 def _make_beside(path: Path, asked_by: str) -> Path:
     _refuse_used(path, asked_by)
-    # Beside its final name, because a rename is one step only within a file system.
+    # Next to its final name, because a rename is atomic only within a file system.
     path = path.absolute()
     temporary = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
     with storage_errors(f"making {temporary}"):
@@ -221,7 +221,7 @@ def copy_checkpoint(checkpoint: OpenCheckpoint, output: Path) -> None:
     with fresh_directory(output) as temporary, storage_errors(f"writing {output}"):
         iteration = checkpoint.found.manifest.iteration
         copy = iteration_directory(temporary, iteration)
-        # What the manifest names, and nothing else: somebody may have put a link or a pipe beside it.
+        # Only what the manifest names: somebody may have put a link or a pipe next to it.
         for name in (*checkpoint.found.manifest.files, MANIFEST_NAME):
             file = copy / name
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -178,8 +178,7 @@ def _to_hf(arguments: argparse.Namespace, group: Group) -> None:
 
     families = _list_families(arguments)
     verify, place = not arguments.no_verify, (arguments.input_path, arguments.ckpt_step)
-    # Upstream's checkpoint becomes one of ours first, beside the result: there is one way from ours to each family, and
-    # none from each of upstream's formats.
+    # Upstream's checkpoint becomes one of ours first, next to the result: only ours are converted to each family.
     with as_ours(*place, arguments.output_path, verify=verify, group=group) as (root, iteration):
         model = open_model(root, iteration, families, group)
 

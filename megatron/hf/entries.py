@@ -55,7 +55,7 @@ class Entry:
             stacks = [read(name) for name in self.names[0]]
             parts = ([stack[expert] for stack in stacks] for expert in range(self.num_experts))
         ours: Tensor | None = None
-        # Filled expert by expert: all of them beside their stack would be twice the memory.
+        # Filled expert by expert: all of them in addition to their stack would be twice the memory.
         for expert, theirs in enumerate(parts):
             part = join(self.row, self.config, theirs)
             if ours is None:

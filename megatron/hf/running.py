@@ -228,7 +228,7 @@ class HuggingFaceModel:
 
 
 def _without_padding(box: Box, target: Tensor, shape: tuple[int, ...]) -> tuple[Box, Tensor]:
-    """The part of a box, and of the memory to fill, that lies in a tensor of this shape."""
+    """Return the part of a box, and of the memory to fill, that is inside of a tensor of this shape."""
     if not box:
         return box, target
     start, length = box[0]

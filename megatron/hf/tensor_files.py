@@ -41,7 +41,7 @@ _BY_A_RUN = "pretrain_gpt.py --save-hf"
 _SMALLEST_READ = 4096
 """Bytes: a page, the least that is read from a disk anyway."""
 _LARGEST_READ = 16_000_000
-"""Bytes that are read at once beside those that are wanted."""
+"""Bytes that are read at once in addition to the ones needed."""
 _INDEX_NAME = "model.safetensors.index.json"
 
 

@@ -49,7 +49,7 @@ from megatron.training.recipes.vocabulary import build_tokenizer, compute_vocab_
 
 _ANY_RUN = ("--use-checkpoint-args", "--no-load-optim", "--mock-data", "--micro-batch-size=1", "--global-batch-size=1",
             "--train-iters=1", "--lr=1")  # fmt: skip
-"""Settings needed beside the model's."""
+"""Settings needed in addition to the model's."""
 _VOCABULARY = ("embedding.word_embeddings.", "output_layer.")
 
 

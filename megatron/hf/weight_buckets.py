@@ -6,7 +6,7 @@
     stream_weights(run) -> broadcast_buckets(..., group)  --gloo, NCCL-->  broadcast_buckets(None, group)
     AutoBridge.from_run(run).save_hf(directory)  --files-->  any program
 
-A bucket is one flat piece of memory with its tensors one behind the other, each on a multiple of 16 bytes: one message
+A bucket is one flat piece of memory with its tensors one after the other, each aligned to 16 bytes: one message
 for many small tensors. A tensor that is larger than a bucket has one to itself.
 """
 

@@ -31,7 +31,7 @@ class FailureModel:
     replay_seconds: float
     """Work since the last save, done again: half an interval on the average, nothing where the survivors save."""
     stall_share: float = 0.0
-    """Share of the time in which training stands still for saves."""
+    """Fraction of the time in which training waits for saves."""
 
     @classmethod
     def of_job(
@@ -42,7 +42,7 @@ class FailureModel:
         stall_seconds: float = 0.0,
         failures_per_gpu_hour: float = FAILURES_PER_GPU_HOUR,
     ) -> FailureModel:
-        """A job of so many GPUs that saves every `interval_seconds` and stands still for `stall_seconds` each time."""
+        """Build a job of so many GPUs that saves every `interval_seconds` and waits `stall_seconds` each time."""
         rate = gpus * failures_per_gpu_hour / 3600
         stall = stall_seconds / (interval_seconds + stall_seconds)
         return cls(rate, restart_seconds, interval_seconds / 2, stall)

@@ -60,7 +60,7 @@ class Device:
     all_reduce_ratio: float = 2.0
     """Of an all-reduce, likewise."""
     hidden_share: float = 1.0
-    """Of communication beside computing that costs no time: 0 where one processor does both."""
+    """Fraction of communication during computing that costs no time: 0 where one processor does both."""
     launch_seconds: float = 4e-6
     """The host's time for one kernel."""
     devices_per_node: int = 8

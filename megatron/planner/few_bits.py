@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that products hold beside their operands, most of them in 8 or 4 bits: rounded weights, and temporaries of
+"""Bytes that products hold in addition to their operands, mostly in 8 or 4 bits: rounded weights, and temporaries of
 backward.
 
 A weight that both directions round alike is rounded once a step and kept to its end. Where a kernel multiplies, the
@@ -83,7 +83,7 @@ def _count(model: TransformerConfig, product: _Product) -> float:
     if model.few_bits_recipe != "nvfp4":
         return multiplied
     # Rounded at random in float32: the gradient scaled, three steps of its rounding, and what is added; transformed
-    # before, where the weight's gradient reads it so. Beside it scales of 16 values, three times.
+    # before, where the weight's gradient reads it so. Also scales of 16 values, three times.
     return max(multiplied, rows * outputs * 4 * (5 + model.fp8_wgrad + 3 / 16))
 
 

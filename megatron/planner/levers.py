@@ -30,7 +30,7 @@ class Lever:
     shrinks_tensors: bool = False
     """True if each activation becomes smaller by itself, and not only fewer of them are kept."""
     needs_gpu: bool = False
-    """True if what is saved is the memory of a device beside the host."""
+    """True if the memory saved is a device's, not the host's."""
 
 
 def list_levers(

@@ -67,7 +67,7 @@ class ParameterCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Work of a process: the facts that the memory of a run depends on beside the configs of its model and its
+    """Work of a process: the facts that the memory of a run depends on, in addition to the configs of its model and its
     replicas."""
 
     padded_vocab_size: int
@@ -128,7 +128,7 @@ def count_layers(model: TransformerConfig, layers: Iterable[LayerPlan], *, has_f
     branches = [branch for layer in layers for branch in layer.branches]
     counts = [find_kind(branch.kind).count(model, branch) for branch in branches]
     counts += [count_connection(model)] * len(branches)
-    # Behind the last layer a norm, and the sum of the streams where it is learned.
+    # After the last layer a norm, and the sum of the streams where it is learned.
     of_end = count_norm(model) + model.enable_hyper_connections * model.num_residual_streams * model.stream_width
     return Counts.sum([*counts, Counts(replicated=of_end if has_final_norm else 0)])
 
@@ -201,8 +201,8 @@ def _count_layers_in_flight(model: TransformerConfig, num_microbatches: int) -> 
     if chunks:
         # The longer warm-up of the interleaved schedule keeps more than one microbatch for each stage.
         return 1 + (stages - 1 + side_by_side) / (stages * chunks)
-    # 1F1B: the first stage is as many microbatches ahead as there are stages, or has all there are; twice as many
-    # where backwards run beside forwards.
+    # 1F1B: the first stage is as many microbatches ahead as there are stages, or has all there are; twice as many where
+    # backwards overlap with forwards.
     return min(2.0 if side_by_side else 1.0, num_microbatches / stages)
 
 

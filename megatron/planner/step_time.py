@@ -51,7 +51,7 @@ _FEW_BITS_SHARE = 0.75
 _HIDDEN_BY_OVERLAP = 0.7
 """Of tensor-parallel communication that --tp-comm-overlap hides."""
 _HIDDEN_BY_EXPERTS = 0.8
-"""Of the computing of one microbatch, how much another's dispatch and combine can hide behind."""
+"""Fraction of one microbatch's computing that can hide another's dispatch and combine."""
 _SKEW = 1.2
 """Tokens of the busiest expert-parallel rank over an average rank's."""
 _SCORE_TOUCHES = 13
@@ -59,7 +59,7 @@ _SCORE_TOUCHES = 13
 _KERNELS = (12, 20)
 """Of a branch, in forward and in backward."""
 _FIRST_BUCKET = 0.05
-"""Of the gradients that are reduced, or parameters that are gathered, when nothing is left to hide them behind."""
+"""Fraction of the reduced gradients, or gathered parameters, that nothing is left to hide."""
 
 
 class Parts(dict[str, float]):
@@ -222,7 +222,7 @@ class _Clock:
         for parts, kernels in zip(found, _KERNELS, strict=True):
             exchanged = parts["expert parallel"]
             if exchanged and self.model.overlap_moe_expert_parallel_comm:
-                # Behind what another microbatch computes meanwhile.
+                # Hidden by what another microbatch computes meanwhile.
                 computed = sum(parts.values()) - exchanged
                 hidden = _HIDDEN_BY_EXPERTS * self.device.hidden_share * computed
                 parts["expert parallel"] = max(0.0, exchanged - hidden)
@@ -234,7 +234,7 @@ class _Clock:
         window: float,
     ) -> Parts:  # fmt: skip
         """Once in a step: replicas exchange gradients and parameters, and the optimizer updates. window: seconds of one
-        microbatch, behind which the exchange may hide."""
+        microbatch, which can hide the exchange."""
         parts = Parts()
         gradient = count_gradient_bytes(self.model, replicas)
         shards = replicas.use_distributed_optimizer or replicas.use_torch_fsdp2
@@ -314,7 +314,7 @@ class _Clock:
         for part in ("tensor parallel", "context parallel", "expert parallel"):
             backward[part] = forward[part]
         if counts.matrices and model.sequence_parallel:
-            # The input is gathered once more for the weights' gradients, beside the product of the input's.
+            # The input is gathered once more for the weights' gradients, overlapped with the product of the input's.
             again = self.tp.gather(tokens.all * hidden * self.width)
             backward["tensor parallel"] += again * (1 - self.device.hidden_share)
         again = sum(row.bytes for row in rows_kept if row.part in self.recomputed)

@@ -68,7 +68,7 @@ class Profile:
 
     @property
     def working_seconds(self) -> float:
-        """Time in which this rank waited for nobody: kernels and the program around them."""
+        """Time in which this rank did not wait: kernels and the program around them."""
         return sum(self.parts.get(name, 0.0) for name in ("products", "attention", "elementwise", "host"))
 
 

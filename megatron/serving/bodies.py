@@ -30,7 +30,7 @@ _REFUSED = {
 _HARMLESS: tuple[Any, ...] = (None, False, [], {}, "none", {"type": "text"})
 """Values of such fields that change nothing."""
 _USUAL = {"best_of": 1, "length_penalty": 1, "spaces_between_special_tokens": True, "parallel_tool_calls": True}
-"""What they do anyway, beside those."""
+"""Accepted in addition: what they do anyway."""
 
 T = TypeVar("T")
 

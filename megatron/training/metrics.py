@@ -4,10 +4,10 @@
 run.metrics.record("router-entropy", entropy)         # a scalar on the device: nothing waits
 run.metrics.record("tokens-dropped", count, reduce="sum")
 
-Reading a value from a GPU makes the host wait until everything before it is done, after which the device stands still
-until it gets new work. So values stay where they are until `read`, every --log-interval iterations, which brings all of
-them over in one transfer. Each iteration then is a Row: console, metrics.jsonl, TensorBoard and Weights & Biases are
-handed the same ones (Hook.on_metrics).
+Reading a value from a GPU makes the host wait until everything before it is done, after which the device idles until it
+gets new work. So values stay where they are until `read`, every --log-interval iterations, which brings all of them
+over in one transfer. Each iteration then is a Row: console, metrics.jsonl, TensorBoard and Weights & Biases are handed
+the same ones (Hook.on_metrics).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class MetricsRow:
     losses: dict[str, float] = field(default_factory=dict)
     """Values that are losses."""
     texts: list[str] = field(default_factory=list)
-    """Words in the progress line of this iteration beside numbers."""
+    """Words in the progress line of this iteration, in addition to numbers."""
     tables: list[str] = field(default_factory=list)
     """Lines to print below it."""
 

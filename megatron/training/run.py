@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from megatron.training.metrics import Metrics, MetricsRow
 
-# This module stands below all parts that it names: at run time it imports none of them, so that a hook or a script can
+# This module is below all parts that it names: at run time it imports none of them, so that a hook or a script can
 # be written without loading the model code.
 if TYPE_CHECKING:
     import torch
@@ -186,7 +186,7 @@ class Run:
     progress: Progress
     """Position of the run: the part of its state that decides which samples come next."""
     hooks: Hook
-    """Everything that happens beside the steps, as one hook."""
+    """Everything that happens around the steps, as one hook."""
     timers: Timers
     """Of the parts of a step; --timing-log-level says which of them run."""
     flops_per_token: float | None
@@ -348,7 +348,7 @@ class Place:
 
 @dataclass(frozen=True)
 class HookContext:
-    """Arguments of `Hook.build` beside the settings."""
+    """Arguments of `Hook.build` in addition to the settings."""
 
     recipe: Recipe
     """Parts that depend on the kind of model."""
@@ -364,7 +364,7 @@ class HookContext:
 # the run is saved.
 class Phase(enum.IntEnum):
     """Order in which hooks take turns. After a step the phases follow each other in this order; before a step and at
-    the end of a run in the reverse order, as nested contexts do, so that what measures a step stands next to it."""
+    the end of a run in the reverse order, as nested contexts do, so that hooks that measure a step are next to it."""
 
     MEASURE = 0
     """Records values in `run.metrics`. They are read between this phase and the next one. An error is forgiven, as in
@@ -379,7 +379,7 @@ class Phase(enum.IntEnum):
 
 
 class Hook:
-    """The moments of a run at which something may happen beside the step itself. Override what is needed.
+    """The moments of a run at which code around the step is called. Override what is needed.
 
     on_train_start   once, after loading, before the first step
     on_step_start    before each step

@@ -62,7 +62,7 @@ from megatron.training.run import Hook, HookContext, Place, Progress, Run, ignor
 def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[Hook] = ()) -> Run:
     """Build everything and restore what --load holds.
 
-    hooks: beside those that the settings ask for. Raises MegatronError for whatever the user can mend.
+    hooks: in addition to the hooks of the settings. Raises MegatronError for whatever the user can fix.
     """
     recipe.check_layout(config.model)
     check_loader_processes(config.data)
@@ -94,7 +94,7 @@ def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[H
         raise
     if config.validation.skip_train:
         run.progress.end_here()
-    # What setting up has used and freed would lie beside what the steps need, in other sizes.
+    # Memory that setting up has used and freed would stay cached, in sizes that the steps do not need.
     device_module.release_cached_memory()
     return run
 

@@ -48,7 +48,7 @@ update_train_iters: Any
 
 def _take_container(function: Callable[..., Run]) -> Callable[..., Run]:
     """Let pretrain() also be called as upstream's newest release is: with a container of settings, which is a RunConfig
-    here, before the datasets, and a model provider, if any, behind the forward step."""
+    here, before the datasets, and a model provider, if any, after the forward step."""
     newest = take_arguments(
         "run_config train_valid_test_dataset_provider model_type forward_step_func model_provider "
         "process_non_loss_data_func get_embedding_ranks get_position_embedding_ranks non_loss_data_func store=None "

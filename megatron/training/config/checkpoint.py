@@ -85,8 +85,8 @@ class CheckpointConfig(CheckedConfig):
     """Keep checkpoints of iterations divisible by this; any other goes when the next one is complete, or by
     --keep-last."""
     keep_last: int | None = flag(None, minimum=1, unit="checkpoints", needs=_SAVING)
-    """Keep this many of the newest complete checkpoints, beside those that --save-retain-interval keeps. All stay when
-    neither is given."""
+    """Keep this many of the newest complete checkpoints, in addition to the ones that --save-retain-interval keeps. All
+    are kept when neither is given."""
     non_persistent_save_interval: int | None = flag(None, minimum=1, unit="iterations", needs=_SAVING)
     """Iterations between checkpoints of which only the newest is kept, in addition to the ones of --save-interval.
     Where both are due, only the latter is saved."""
@@ -118,9 +118,9 @@ class CheckpointConfig(CheckedConfig):
     """Ranks at this distance from each other keep copies: usually as many ranks as a node has, so that copies lie on
     other nodes."""
     replication_factor: int = flag(2, minimum=2, needs=_COPIES)
-    """On how many ranks each file lies, the rank whose it is among them."""
+    """Number of ranks that store each file, including the rank it belongs to."""
     async_save: bool = flag(False, needs=_SAVING)
-    """Save while training goes on: it stands still only while tensors are copied into host memory."""
+    """Save while training goes on: it stops only while tensors are copied into host memory."""
     use_persistent_ckpt_worker: bool = flag(False, needs=_ASYNC)
     """With --async-save, each rank writes in a separate process instead of a thread."""
     async_ckpt_cpu_priority: int = flag(10, minimum=0, maximum=19, needs=(_ASYNC, _WORKER))

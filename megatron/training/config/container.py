@@ -33,7 +33,7 @@ class RunConfig(RunGroups):
             raise ConfigError(problems)
 
     def problems(self, *, trains: bool = True) -> Iterator[str]:
-        """A sentence for everything that stands against settings of different groups together.
+        """Yield a sentence for every conflict between settings of different groups.
 
         Groups checked their settings when they were made. trains: our loop is to train with them.
         """

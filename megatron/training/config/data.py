@@ -25,7 +25,7 @@ class FillInTheMiddle(CheckedConfig):
     usual_kind = "numerics"
 
     fim_data: bool = False
-    """Cut documents in three and put the middle behind a sentinel at the end."""
+    """Split documents in three and move the middle to the end, after a sentinel."""
     fim_rate: float = flag(0.5, minimum=0, maximum=1, needs=_FILL_IN)
     """Share of the documents that are rearranged (with --fim-split-sample: whose parts may be)."""
     fim_spm_rate: float = flag(0.5, minimum=0, maximum=1, needs=_FILL_IN)
@@ -76,8 +76,8 @@ class DataConfig(FillInTheMiddle):
     """Tokens per training sequence."""
     # kind "kernel": where indices lie, or how files are read, never changes a number.
     data_cache_path: PathText | None = flag(None, kind="kernel")
-    """Directory of the sample indices; `cache/GPTDataset_indices` beside the data when not given, and in memory where
-    that cannot be written."""
+    """Directory of the sample indices; `cache/GPTDataset_indices` next to the data when not given, or memory where that
+    cannot be written."""
     mmap_bin_files: bool = flag(True, off_names=("--no-mmap-bin-files",), kind="kernel")
     """Map .bin files into memory instead of reading from them."""
     dataloader_fast_cache_load: bool = flag(False, kind="kernel")

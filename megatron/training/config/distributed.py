@@ -62,8 +62,8 @@ class DistributedInitConfig(CheckedConfig):
     flight_recorder_extra_dump_on_exec: bool = flag(True, needs=_RECORDER)
     """With --flight-recorder-dump-path: write also after an exception."""
     use_gloo_process_groups: bool = flag(True, off_names=("--disable-gloo-process-groups",), kind="kernel")
-    """Make gloo groups beside NCCL's for work on the CPU, as upstream does. Here nothing needs them, so none are made
-    either way; a note says so when they are switched off."""
+    """Make gloo groups in addition to NCCL's for work on the CPU, as upstream does. Nothing here needs them, so none
+    are made either way; a note says so when they are switched off."""
     high_priority_stream_groups: list[str] = flag(
         default_factory=list,
         nargs="+",

@@ -114,8 +114,8 @@ class LoggerConfig(CheckedConfig):
     wandb_save_dir: PathText | None = flag(None, needs=_WANDB)
     """Directory of its local files; wandb in the --save directory, or here, when not given."""
     metrics_dir: PathText | None = None
-    """Directory of metrics.jsonl, one JSON object per iteration; a resumed run continues the file. Events and times
-    beside it are for `python -m megatron report`."""
+    """Directory of metrics.jsonl, one JSON object per iteration; a resumed run continues the file. Files with events
+    and times next to it are for `python -m megatron report`."""
     alert_command: str | None = flag(None, metavar="COMMAND")
     """Program to run, without a shell, when a loss is not a number or far above the usual ones, throughput falls, or no
     step ends; a JSON object on its input says which."""

@@ -20,8 +20,8 @@ ACTIVATION_SWITCHES = ("swiglu", "geglu", "quick_geglu", "squared_relu", "relu",
 class GPTModelFlags(CheckedConfig):
     """Positions, vocabulary, output layer, activation.
 
-    What the GPT model needs beside TransformerConfig, and the switches of the command line that stand for values of
-    TransformerConfig; only the command line reads those.
+    What the GPT model needs in addition to TransformerConfig, and the switches of the command line that stand for
+    values of TransformerConfig; only the command line reads those.
     """
 
     usual_kind = "shape"

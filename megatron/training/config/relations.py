@@ -2,8 +2,8 @@
 """Rules between settings of different groups: batches, schedules, checkpoints, profiles.
 
 Each function yields a sentence for every violation: the flags with their values, the rule, and the nearest legal
-values. How processes share the work stands in layout_relations.py, what concerns the model in model_relations.py; what
-concerns one group alone stands in the `problems` of that group.
+values. Rules on how processes divide the work are in layout_relations.py, on the model in model_relations.py; rules
+within one group are in its `problems`.
 """
 
 from __future__ import annotations

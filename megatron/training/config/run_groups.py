@@ -84,8 +84,8 @@ class RunGroups:
 
     @property
     def joins_norms(self) -> bool:
-        """True where upstream's programs name norms as parts of the linear layers behind them, as its Transformer
-        Engine layers do; it has letters and gated delta nets with those alone."""
+        """True where upstream's programs name norms as parts of the linear layers after them, as its Transformer Engine
+        layers do; only with these does it have letters and gated delta nets."""
         letters, linear = self.model.hybrid_layer_pattern, self.model.linear_attention_freq
         return self.gpt.transformer_impl == "transformer_engine" or letters is not None or linear is not None
 

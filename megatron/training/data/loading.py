@@ -35,7 +35,7 @@ Batch: TypeAlias = dict[str, torch.Tensor]
 attention_mask bool [b, 1, s, s], True = masked, only where the loader makes masks. The trainer adds nothing to it, so a
 dataset may hand further tensors to its script's forward_step."""
 
-# Longer than the handler of SIGCHLD takes on a busy machine, and nothing beside the restart that follows.
+# Longer than the handler of SIGCHLD takes on a busy machine, and negligible compared with the restart that follows.
 _SIGNAL_SECONDS = 0.2
 
 _MOST_WORKERS = 32
@@ -120,7 +120,7 @@ class TrainingData:
     """The datasets of the three splits and how to read them.
 
     datasets: for each split a dataset, None where there is none, or a list of datasets that are evaluated apart. With
-    `external`, something that yields batches stands in place of a dataset.
+    `external`, a source of batches in place of a dataset.
     """
 
     datasets: dict[str, Any]
@@ -236,7 +236,7 @@ def read_external_batches(
             tensors = {name: torch.as_tensor(value) for name, value in batch.items()}
             if settings.vocabulary_limit is not None:
                 check_vocabulary(tensors, settings.vocabulary_limit, lambda: f"a batch of the {split} data")
-            # non_blocking: the copy of the next microbatch runs beside the computation of this one.
+            # non_blocking: the copy of the next microbatch overlaps with the computation of this one.
             yield {name: tensor.to(settings.device, non_blocking=True) for name, tensor in tensors.items()}
     raise DataError(f"the {split} data is used up: the script's own source has no further batch; let it yield more")
 
@@ -250,7 +250,7 @@ def load_samples(
 ) -> Generator[Batch, None, None]:
     """The sampler's microbatches on the device. stack: makes a microbatch of its samples."""
     loader: DataLoader[Any] = DataLoader(
-        # Checked in the loader process, beside the training process: looking at every token costs it nothing.
+        # Checked in the loader process: looking at every token costs the training process nothing.
         CheckedDataset(dataset, split, settings.vocabulary_limit),
         batch_sampler=sampler,  # type: ignore[arg-type]
         collate_fn=functools.partial(collate, stack),
@@ -384,7 +384,7 @@ def describe(dataset: Any, index: int) -> str:
 def collate(stack: Callable[[list[Any]], Any], samples: Sequence[Any]) -> Any:
     """A batch of samples; an error among them is passed on instead."""
     for sample in samples:
-        # The first error of the batch stands for all; stacking the rest would be in vain.
+        # The first error of the batch is the one reported; stacking the rest would be in vain.
         if isinstance(sample, MegatronError):
             return sample
     return stack(list(samples))

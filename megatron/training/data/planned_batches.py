@@ -260,7 +260,7 @@ class OneSequence:
         # A rank holds two pieces of a sequence that several share.
         unit = num_ranks * math.lcm(2 if num_ranks > 1 else 1, self.sequence_parallel_ranks)
         padding = -int(lengths.sum()) % unit
-        # Padding goes behind the last document, whose loss mask it does not touch: it is filled with 0.
+        # Padding follows the last document, whose loss mask it does not touch: it is filled with 0.
         batch = {
             name: pad(torch.cat([document[name] for document in documents]), (0, padding)).unsqueeze(0)
             for name in ("tokens", "labels", "position_ids", "loss_mask")

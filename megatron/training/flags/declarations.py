@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flags of the training program: its own, the configs', and flags that are planned or refused.
 
-What a flag is stands in flag.py, which does not load the configs: a tool that takes a few flags starts without them.
+flag.py, which defines a flag, does not load the configs: a tool that takes a few flags starts without them.
 """
 
 from __future__ import annotations

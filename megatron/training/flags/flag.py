@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A flag: all that parsing, help, documentation and the status table need to know of it, and where that stands.
+"""A flag: all that parsing, help, documentation and the status table need to know of it, and where it is defined.
 
 fields of configs   the settings that have a place in a RunConfig
 flag_table.tsv      every other upstream flag: planned (with the coming capability) or not supported (with the reason
@@ -83,7 +83,7 @@ def _parse_fields(cls: type) -> list[ast.stmt]:
     return typing.cast(ast.ClassDef, definition).body
 
 
-# A method, a decorator, or the two empty lines behind a class.
+# A method, a decorator, or the two empty lines after a class.
 _AFTER_FIELDS = r"\n    (?:def |@)|\n\n\n"
 
 

@@ -26,7 +26,7 @@ class Given:
     flag: Flag
     value: Any
     written: str
-    """As the user spelled it, with the place when it stands in a file."""
+    """As the user spelled it, with the place if it is in a file."""
     source: str
 
     def refusal(self) -> Problem | None:

@@ -169,7 +169,7 @@ def _split(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _find_long_dash(texts: list[str], nargs: int | str | None) -> str | None:
-    """The text that was meant for a flag. What stands alone behind a flag with a value may be any text."""
+    """Return the text that was meant for a flag. A single word after a flag with a value may be any text."""
     if len(texts) == 1 and nargs != 0:
         return None
     return next((text for text in texts if text.startswith(_LONG_DASHES)), None)

@@ -53,7 +53,7 @@ class Examination:
     config: RunConfig
     """The settings of the run. Where there are problems it serves to look at them only."""
     problems: tuple[Problem, ...]
-    """Everything that stands against the settings."""
+    """Everything that is wrong with the settings."""
     program: ProgramFlags
     """Action to take with them."""
     planned: PlannedFlags

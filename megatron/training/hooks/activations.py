@@ -5,7 +5,7 @@ them.
     module hooks on every rank  ->  PointRecord: a slice, and which tokens and channels it is
     records of all ranks        ->  join_points  ->  Point: [samples * s, channels], as one process has it
 
-A point is the output of a module (or its input, where the residual stream enters). Every slice says where it lies by
+A point is the output of a module (or its input, where the residual stream enters). Every slice says where it is by
 index vectors, so that joining knows nothing of tensor, sequence, context, data or pipeline parallelism:
 
     tokens     sample * s + position. Microbatch m of replica d has samples (m * replicas + d) * b ... + b - 1 of the
@@ -393,5 +393,5 @@ def _join(pieces: Sequence[tuple[PointRecord, Tensor]], *, sums: bool) -> tuple[
 
 
 def find_place(record: PointRecord) -> tuple[Tensor, Tensor]:
-    """Return where a record lies in the whole, as an index."""
+    """Return a record's position in the full tensor, as an index."""
     return record.tokens[:, None], record.channels[None, :]

@@ -141,7 +141,7 @@ class CheckpointHook(Hook):
             done > 0 and settings.load is not None and Path(settings.load).resolve() == self._persistent.root.resolve()
         )
         others = list_non_persistent_directories(settings, settings.load or "")
-        # What lies only where it does not stay has yet to be saved.
+        # A checkpoint that is only in temporary storage has yet to be saved.
         is_saved = run.loaded_from is None or not others.intersection(run.loaded_from.parents)
         saved = done if is_saved or not is_ours else latest_iteration(self._persistent.root) or 0
         self._persistent.begin(is_ours=is_ours, saved_iteration=saved, loaded_iteration=done)

@@ -125,7 +125,7 @@ class PipelineClockHook(Hook):
         if times is None:
             return
         for place, (action, start, end) in enumerate(times):
-            if not action.is_beside:  # what stands side by side has one time together
+            if not action.is_beside:  # neighbours share one time
                 run.timers(_name_timer([action for action, _, _ in times], place), 2).add(end - start)
         if self._path is not None and self._is_traced(run.progress.iteration):
             if self._header is not None:

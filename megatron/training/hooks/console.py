@@ -61,7 +61,7 @@ class ConsoleHook(Hook):
 
     def on_train_start(self, run: Run) -> None:
         """Print what is about to be trained and on which devices. Every rank takes part in counting."""
-        # Counting gathers from all stages, so it stands before the other ranks leave.
+        # Counting gathers from all stages, so it comes before the other ranks leave.
         parameters, active = count_parameters(run)
         own = sum(p.numel() for chunk in run.model for p in chunk.parameters())
         if not run.is_first_rank:

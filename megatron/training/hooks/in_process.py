@@ -333,7 +333,7 @@ class RestartableJob:
         who = "; ".join(changes) or "all of them are left"
         say(f"note: the job begins again inside its processes, beginning {self._beginning + 1}: {who}", sys.stderr)
 
-    # ---- what goes on beside
+    # ---- background work
 
     def close(self) -> None:
         """Let go of the job."""

@@ -332,8 +332,8 @@ class TrafficHook(Hook):
 
 
 class BalanceHook(Hook):
-    """--hybrid-context-parallel: how evenly the plan of an interval's last step divides the work, beside the layout
-    without plans."""
+    """--hybrid-context-parallel: how evenly the plan of an interval's last step divides the work, compared with the
+    layout without plans."""
 
     phase = Phase.MEASURE
 

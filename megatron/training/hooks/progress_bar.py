@@ -109,7 +109,7 @@ class _AboveBar:
         """Write the text where the bar was."""
         self.bar.clear()
         written = self.stream.write(text)
-        # Behind part of a line the bar would hide it.
+        # After part of a line the bar would hide it.
         if text.endswith("\n"):
             self.stream.flush()
             self.bar.redraw()

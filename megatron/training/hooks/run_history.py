@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files beside metrics.jsonl that `python -m megatron report` reads: what happened to the run, and what it waited for.
+"""Files next to metrics.jsonl that `python -m megatron report` reads: what happened to the run, and what it waited for.
 
 events.jsonl    a line for each start, restart, checkpoint, rollback, alert, error and end: "event", "iteration", "time"
                 (seconds since the epoch), "text"; a start also has the run's settings

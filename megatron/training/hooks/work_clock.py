@@ -3,7 +3,7 @@
 of an iteration is communication, and waiting: for other ranks, or for a processor that another program has.
 
 Backward begins when the gradient of a chunk's output arrives, and ends with the engine's pass. Only marks are taken on
-the way (device.py), so that nobody waits for the device before the times are read.
+the way (device.py), so that nothing waits for the device before the times are read.
 """
 
 from __future__ import annotations

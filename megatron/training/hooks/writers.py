@@ -60,7 +60,7 @@ class MetricsFileHook(Hook):
         """Drop the rows of iterations that will be done again. Raises TemporaryError while another run writes there."""
         if run.is_first_rank:
             root = self.file.path.parent
-            # One that lies in --save belongs to this run already.
+            # A directory inside of --save belongs to this run already.
             is_ours = any(lock.covers(root) for lock in run.save_locks)
             self._lock = None if is_ours else self.file.lock()
             self.file.open(run.progress.iteration)
@@ -175,7 +175,7 @@ class MetricsFile:
                     redone.append(line.rstrip("\n"))
         # For reports: the steps were made, although they do not count.
         append_lines(self.path.with_name(REDONE_NAME), redone)
-        # Written beside and renamed: a crash in between leaves the old file whole.
+        # Written under another name and renamed: a crash in between leaves the old file intact.
         partial = self.path.with_suffix(".jsonl.tmp")
         partial.write_text("".join(kept), encoding="utf-8")
         os.replace(partial, self.path)

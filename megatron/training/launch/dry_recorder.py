@@ -38,7 +38,7 @@ from megatron.core.transformer.moe import grouped_products, permutation
 from megatron.training.launch.dry_memo import OperationMemo
 
 _OURS = f"{Path(__file__).resolve().parents[2]}/"
-# They make or name memory without a kernel, beside the views, which torch itself marks.
+# Besides views, which torch itself marks, these make or name memory without a kernel.
 _NO_KERNELS = frozenset(
     """alias as_strided detach empty empty_like empty_strided lift_fresh new_empty new_empty_strided resize_ set_
     _unsafe_view wait_tensor""".split()
@@ -151,7 +151,7 @@ class DryRecorder(TorchDispatchMode):
         self.note(name.strip("_"), ranks, sum(sizes))
 
     def _begin(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return what a collective returns: a handle, alone or behind the tensors that it fills, its first operand."""
+        """Return what a collective returns: a handle, only or after the tensors that it fills, its first operand."""
         handle = self._handles.get(func)
         if handle is not None:
             return handle if len(func._schema.returns) == 1 else (args[0], handle)
@@ -191,7 +191,8 @@ def count_flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> in
 
 
 def find_place() -> str:
-    """The nearest line that is not this file's or torch's: a user's program, or this one behind its collectives."""
+    """Return the nearest line that is not this file's or torch's: a user's program, or this one's call of a
+    collective."""
     # The stack is walked by hand: the traceback module would read the source of every frame.
     frame: FrameType | None = sys._getframe(1)
     inner = "elsewhere"
@@ -270,7 +271,7 @@ def ready(recorder: DryRecorder) -> Iterator[None]:
         recorder.note("broadcast_object_list", tuple(dist.get_process_group_ranks(group or dist.group.WORLD)), 0)
 
     def find_address(storage: torch.UntypedStorage) -> int:
-        # Memory without values lies nowhere; a number for each piece tells them apart as addresses do.
+        # Memory without values has no address; a number for each piece tells them apart instead.
         return storage._cdata
 
     def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:

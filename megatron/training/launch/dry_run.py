@@ -75,9 +75,9 @@ class RankReport:
 
 def dry_run(config: RunConfig, recipe: Recipe, build: Build) -> int:
     """Run a step of each rank, print what was seen, and write --dry-run-json; returns the exit code: 0, or 1 where
-    ranks would wait for each other for ever. build: setup.build_run, which stands above.
+    ranks would wait for each other for ever. build: setup.build_run, which is in a higher layer.
 
-    Raises MegatronError for whatever stands against the run itself.
+    Raises MegatronError for any problem with the run itself.
     """
     world_size = config.world_size
     grid = build_rank_grid(config, world_size)

@@ -3,7 +3,7 @@
 
 Each watcher gives a sign of life every second. Signs are numbered over all hosts, so that a host knows by its own clock
 since when another has given none: the signs that it gave afterwards have larger numbers. A host that is cut off has
-been silent for as long as the step when that is taken for hung, and nobody need wait for it then.
+been silent for as long as the step when that counts as hung, and is then not waited for.
 """
 
 from __future__ import annotations

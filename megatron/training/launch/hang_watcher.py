@@ -76,7 +76,7 @@ class Watched:
     def _writes(self, process: int, state: str | None) -> bool:
         """Return whether the process has written since the last look, or waits for a disk."""
         before, self.written_bytes = self.written_bytes, read_written_bytes(process)
-        # Where it cannot be known nobody is accused.
+        # Where it cannot be known, no rank is named.
         return state == "D" or self.written_bytes is None or self.written_bytes != before
 
     @property

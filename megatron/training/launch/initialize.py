@@ -113,7 +113,7 @@ def initialize(config: RunConfig, seat: Seat | None = None) -> Process:
     timeout = timedelta(minutes=config.distributed.distributed_timeout_minutes)
     # A program that has joined the processes itself (Ray's do) watches over them itself.
     if launch.agent_store and seat is None and not dist.is_initialized():
-        # torchrun itself may be killed. What it has started would train on, while it is started again beside it.
+        # torchrun itself may be killed. Its processes would train on next to the restarted job's.
         end_with_parent(os.getppid())
     presence = watch = connections = meeting_point = None
     is_joined = dist.is_initialized()

@@ -114,7 +114,7 @@ def _read_torchrun_launch(environ: Mapping[str, str]) -> Launch:
         master_addr=addr,
         master_port=port,
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        # A value that cannot be read is torchrun's affair, so its problem goes to a list that nobody reads.
+        # A value that cannot be read is torchrun's affair, so its problem goes to a list that is not read.
         attempt=_read_whole_number(environ, "TORCHELASTIC_RESTART_COUNT", []) or 0,
     )
 

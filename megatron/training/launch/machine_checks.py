@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of the machines of a job: each process measures, all compare. Versions, clocks, memory, products, the disk of
---save, and sums over groups of processes. Nothing is left behind.
+--save, and sums over groups of processes. They leave nothing behind.
 
 `python -m megatron doctor` (megatron/cli/check_machine.py) looks without a run, --preflight (preflight.py) before one.
 """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detection of ranks that have ended: every process keeps a port open that nobody serves, and the system closes it when
-it ends.
+"""Detection of ranks that have ended: every process keeps a port open without serving it, and the system closes it when
+the process ends.
 
 A collective that fails says that some peer is gone, not which one. A rank that sees this knocks at the others' ports.
 """
@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, Store
 from megatron.training.launch.launch import Launch
 
 _MOST_RANKS = 1024
-"""In larger jobs nobody knocks: all ranks would, at all others."""
+"""In larger jobs no rank knocks: all ranks would, at all others."""
 _KNOCK_SECONDS = 0.5
 # The system takes a moment to close what a killed process had open.
 _SEARCH_SECONDS = 2.0
@@ -42,8 +42,8 @@ class Presence:
         self._port.close()
 
     def find_lost_ranks(self) -> list[int]:
-        """The ranks that have ended, but for those that said before that they had lost one themselves; empty where all
-        are there, or where nobody can tell."""
+        """The ranks that have ended, except ranks that said before that they had lost one themselves; empty where all
+        are there, or where it cannot be known."""
         if self._launch.world_size > _MOST_RANKS:
             return []
         others = [rank for rank in range(self._launch.world_size) if rank != self._launch.rank]
@@ -61,7 +61,7 @@ class Presence:
             return [] if self._launch.agent_store or self._launch.rank == 0 else [0]
 
     def list_ended(self, ranks: Sequence[int]) -> list[int]:
-        """Return which of these ranks have ended, in order or not; none where nobody can tell. Takes up to half a
+        """Return which of these ranks have ended, in order or not; none where it cannot be known. Takes up to half a
         second for each that does not answer."""
         try:
             return self._knock(ranks, {rank: self._store.get(f"address/{rank}").decode().split() for rank in ranks})
@@ -69,7 +69,7 @@ class Presence:
             return []
 
     def _knock(self, ranks: Iterable[int], addresses: dict[int, list[str]]) -> list[int]:
-        """Return the ranks at whose port nobody listens any more."""
+        """Return the ranks whose port is closed."""
         lost = []
         for rank in ranks:
             host, port = addresses[rank]

@@ -136,14 +136,14 @@ def _complete_minimax_m2(fields: Fields) -> Fields:
 
 
 def _fill_mlps(fields: Fields, dense: int = 1) -> Fields:
-    """Fill in the kinds of MLPs: behind a few dense ones all have experts."""
+    """Fill in the kinds of MLPs: after a few dense ones all have experts."""
     if fields["mlp_layer_types"] is None:
         fields["mlp_layer_types"] = ["dense" if layer <= dense else "sparse" for layer in list_layers(fields)]
     return fields
 
 
 def _complete_dots1(fields: Fields) -> Fields:
-    """Fill in the layers: those behind the first ones have the window. Without experts, nothing is said of any."""
+    """Fill in the layers: all after the first ones have the window. Without experts, nothing is set."""
     first = fields.pop("max_window_layers")
     if fields["n_routed_experts"] is None:
         fields["norm_topk_prob"] = True

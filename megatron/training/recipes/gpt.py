@@ -240,7 +240,7 @@ def describe_gpt_operations(
 
 
 def _describe_engine(chunks: Sequence[nn.Module]) -> dict[str, str]:
-    """Return what Transformer Engine computes beside products."""
+    """Return what Transformer Engine computes in addition to products."""
     from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
     from megatron.core.transformer.transformer_layer import TransformerLayer
 

@@ -54,7 +54,7 @@ def choose_dataset(config: RunConfig, tokenizer: Tokenizer) -> tuple[type[Megatr
     # Before any path is touched.
     _check_protocols(data, [entry for entry in (blend, *(per_split or ())) if entry is not None])
     if blend is None and per_split is None and not data.mock_data:
-        # Nobody shall train on made-up tokens without having asked for them.
+        # Never train on made-up tokens unless requested.
         raise ConfigError(
             "there is no data to train on; give --data-path PREFIX, or --mock-data to try the settings out"
         )

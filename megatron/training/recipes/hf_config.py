@@ -106,7 +106,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
 def list_model_flags(fields: Mapping[str, Any], where: Path, families: Sequence[Family] = FAMILIES) -> list[str]:
     """The flags of the model that a config.json describes, and of its tokenizer, as words of a command line.
 
-    fields: of the config.json `where`, beside which the tokenizer lies. Raises CheckpointError or ConfigError for a
+    fields: of the config.json `where`; the tokenizer is next to it. Raises CheckpointError or ConfigError for a
     model that cannot be built.
     """
     family = find_family_of(fields, where, families)

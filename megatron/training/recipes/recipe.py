@@ -37,7 +37,7 @@ _FLAG_OF_AXIS = {
 
 
 def count_no_flops(chunks: Sequence[nn.Module]) -> float | None:
-    """For a model whose arithmetic nobody has counted."""
+    """For a model whose arithmetic is not known."""
     return None
 
 
@@ -112,10 +112,10 @@ class Recipe:
     """Positions that the model has a table for, in tokens; None where it takes sequences of any length."""
     count_flops_per_token: Callable[[Sequence[nn.Module]], float | None] = count_no_flops
     """(this rank's chunks) -> floating-point operations of the whole model for one token, forward and backward; None
-    where nobody has counted them: then throughput and MFU are not reported."""
+    where they are not known: then throughput and MFU are not reported."""
     workload: Workload | None = None
-    """Facts that the planner's formulas for memory need beside the configs; None for a model that they are not
-    about: where memory runs out, nothing is estimated then."""
+    """Facts that the planner's formulas for memory need in addition to the configs; None for a model that they do not
+    describe: then nothing is estimated when memory runs out."""
     describe_operations: Callable[[Sequence[nn.Module], ProcessGroupCollection, torch.device], Mapping[str, str]] = (
         describe_nothing
     )

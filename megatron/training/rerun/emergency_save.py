@@ -74,7 +74,7 @@ def gather_survivors(run: Run, own: SurvivorState) -> tuple[Group, list[int]]:
 
 
 def _judge(config: RunConfig, grid: RankGrid, conditions: dict[int, SurvivorState]) -> dict[int, int]:
-    """Return lost rank -> replica that stands for it. Raises NoEmergencySaveError."""
+    """Return lost rank -> replica that replaces it. Raises NoEmergencySaveError."""
     present = sorted(conditions)
     speaker = present[0]
     if config.checkpoint.ckpt_format in FOR_UPSTREAM:

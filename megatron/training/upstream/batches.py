@@ -36,7 +36,7 @@ def get_ltor_masks_and_position_ids(
         loss_mask.masked_fill_(data == eod_token, 0.0)
     if pad_mask_loss and pad_token is not None:
         loss_mask.masked_fill_(data == pad_token, 0.0)
-    # A document ends with its eod_token, so that the next one begins behind it.
+    # A document ends with its eod_token, so that the next one begins after it.
     is_end = data == eod_token
     document = is_end.cumsum(dim=1) - is_end.long()  # [b, s], number of each token's document
     places = torch.arange(length, device=data.device).expand(samples, length)

@@ -42,7 +42,7 @@ class LoopSaves:
             atexit.register(self._end)
 
     def save(self, run: Any, *, non_persistent: bool) -> Path | None:
-        """Save; returns the directory, or None where that goes on beside the loop. Raises StorageError."""
+        """Save; returns the directory, or None where saving goes on in the background. Raises StorageError."""
         root = None
         if non_persistent:
             if not self.settings.saves_non_persistent:

@@ -211,7 +211,7 @@ def evaluate_and_print_results(
     process_non_loss_data_func: Callable[[Any, int, Any], Any] | None = None,
     non_loss_data_func: Callable[[Any], Any] | None = None,
 ) -> dict[str, float]:
-    """Mean losses of args.eval_iters global batches, printed behind the prefix; returns them.
+    """Print mean losses of args.eval_iters global batches, after the prefix; returns them.
 
     process_non_loss_data_func: (data, iteration, None in place of a writer), called on the last rank. The data come
     from non_loss_data_func(model chunks), or are what the loss function returns for each microbatch of one more global

@@ -75,7 +75,7 @@ class ParityFinding(NamedTuple):
     subject: str
     """Name of the thing that differs, as in `gradient of the output of decoder.layers.1.mlp.linear_fc1`."""
     text: str
-    """The worst element, what it should be, where it lies."""
+    """The worst element, what it should be, where it is."""
     size: float
     """Relative to the largest element."""
     tensor: str

@@ -219,7 +219,7 @@ def find_disagreement(found: Tensor, wanted: _Rounded, precision: float) -> floa
     return 0.0 if bool((error.abs() <= limits).all()) else float(error.abs().max()) / max(largest, 1e-300)
 
 
-# ---- beside a run
+# ---- during a run
 
 
 class ProductCheck:

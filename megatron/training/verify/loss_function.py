@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loss of one step as a function of the weights alone: the function whose derivatives the gradients claim to be.
 
-It is put together from what a run reports, not from what it runs backward through: a wrong scale stands in one of them
-only. Everything but the weights stands still:
+It is computed from what a run reports, not from what it runs backward through: a wrong scale is in only one of them.
+Everything but the weights is constant:
 
     tokens              the same microbatches in every evaluation
     random numbers      dropout and jitter draw from the same states
@@ -70,7 +70,7 @@ class LossFunction:
         for router, log in zip(self.routers, logs, strict=True):
             router.route_log = log
         held = _HeldInputs(self._held)
-        # With a graph, because losses beside the main one are left out without it.
+        # With a graph, because without one auxiliary losses are left out.
         with torch.enable_grad(), held:
             shares = [self._evaluate_microbatch(batch) for batch in self.batches]
         self._held = held.values

@@ -53,7 +53,7 @@ class HeldParameter(NamedTuple):
     first_weight: Tensor | None = None
     """After the first update; None where it was not kept."""
     bucket: str = ""
-    """Bucket of the gradients in which it lies; empty where there is one."""
+    """Bucket of gradients that has it; empty where there is only one."""
 
 
 class HeldUntrained(NamedTuple):
@@ -143,7 +143,7 @@ def _train(run: Run, iterations: int, first: FirstGradients, in_detail: bool) ->
             points = recorder.list_records()
         if moves and not first_update:
             first_update = iteration
-            # Where gathers run beside forward, waiting for them here would hide a forward that does not wait.
+            # Where gathers overlap with forward, waiting for them here would hide a forward that does not wait.
             if in_detail and not run.config.ddp.overlap_param_gather:
                 after_first = [_gather_whole(*placed) for placed in list_placed_parameters(run)]
     for chunk in run.model:
@@ -293,7 +293,7 @@ def join(shares: Sequence[RankTrace]) -> Trace:
         for held in every:
             by_name.setdefault(held.placement.name, []).append((rank, held))
     for name, holders in by_name.items():
-        # A copy (the tied output layer of the last stage) goes by the original's name; the original says where it lies.
+        # A copy (the tied output layer of the last stage) has the original's name; the original says where it is.
         placement = next((held.placement for _, held in holders if not held.placement.is_copy), holders[0][1].placement)
         trace.placements[name] = placement
         trace.buckets[name] = getattr(holders[0][1], "bucket", "")
