@@ -230,7 +230,7 @@ def _build_curves(chart: Chart, place: int, record: RunRecord) -> list[dict[str,
 
 
 def _build_heat(record: RunRecord) -> list[dict[str, Any]]:
-    """Maps of what differs by layer, such as expert_load: a row for a layer, a column for a stretch of iterations."""
+    """Maps of what differs by layer, such as expert_load: a row for a layer, a column for a range of iterations."""
     reader = record.metrics
     if reader is None:
         return []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Curves made small enough to be drawn: thinned without losing peaks, smoothed, averaged over stretches."""
+"""Curves made small enough to be drawn: thinned without losing peaks, smoothed, averaged over segments."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ Points = list[tuple[float, float | None]]
 
 
 def thin(x: np.ndarray, y: np.ndarray, most: int) -> Points:
-    """At most `most` points of a curve: of each stretch of equal length the first, the smallest and the largest value.
+    """Return at most `most` points of a curve: of each segment of equal length the first, the smallest and the largest
+    value.
 
-    x, y: [n] float64, NaN where a value is not known; a stretch with such values keeps one as a gap.
+    x, y: [n] float64, NaN where a value is not known; a segment with such values keeps one as a gap.
     """
     if len(x) <= most:
         kept: Iterable[int] = range(len(x))

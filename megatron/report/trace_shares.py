@@ -126,7 +126,7 @@ def measure(events: Sequence[Mapping[str, Any]], rank: int) -> Profile:
 
 
 def sweep(layers: Sequence[Sequence[_Stretch]], begin: float, end: float) -> dict[str, float]:
-    """Part -> time between two moments: each moment counts for the first layer that has a stretch there; else for
+    """Part -> time between two moments: each moment counts for the first layer that has an interval there; else for
     "host"."""
     changes: list[tuple[float, int, int, str]] = []
     for layer, stretches in enumerate(layers):

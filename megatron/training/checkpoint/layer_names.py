@@ -126,7 +126,7 @@ def rename_tensors(tensors: Iterable[ShardedTensor], rename: Rename) -> list[Sha
 
 
 def ask_for_sections(config: TransformerConfig, tensors: ShardedStateDict) -> ShardedStateDict:
-    """Return what to load in place of tensors where each section of a mixer's projection is a tensor of its own."""
+    """Return what to load in place of tensors where each section of a mixer's projection is a separate tensor."""
     plan, asked = read_plan(config), {}
     for key, tensor in tensors.items():
         sections = _find_sections(config, plan, tensor.fallback_key or key)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State that upstream saves beside its tensors, of a run of ours: settings, progress, schedule, random numbers.
+"""State that upstream saves in addition to tensors, from a run of ours: settings, progress, schedule, random numbers.
 
 from_upstream.py is the other direction.
 """
@@ -111,7 +111,7 @@ class _GroupKey(NamedTuple):
 
 
 def _list_group_keys(run: Run) -> list[_GroupKey]:
-    """In upstream's order: what no setting treats in a way of its own, then learning rates, then weight decay."""
+    """List them in upstream's order: parameters without a special setting, then learning rates, then weight decay."""
     dense = [_GroupKey(False, False, False), _GroupKey(False, True, False), _GroupKey(False, False, True)]
     if run.config.optimizer.decoupled_lr is None:
         del dense[1]
@@ -120,7 +120,7 @@ def _list_group_keys(run: Run) -> list[_GroupKey]:
 
 
 def choose_group(run: Run, placement: Placement, *, is_undecayed: bool) -> int:
-    """Number of a parameter's group among those of `build_param_groups`."""
+    """Return the index of a parameter's group in `build_param_groups`."""
     is_decoupled = run.config.optimizer.decoupled_lr is not None and placement.is_vocabulary
     key = _GroupKey(placement.is_expert and run.groups.grid.ep > 1, is_decoupled, is_undecayed)
     return _list_group_keys(run).index(key)
@@ -159,8 +159,8 @@ def build_param_groups(run: Run) -> list[dict[str, Any]]:
 
 
 def build_common_optimizer(run: Run, sharding: str | None) -> dict[Any, Any]:
-    """Return what upstream's torch_dist has of the optimizer beside its tensors; twice where experts have one of their
-    own.
+    """Return what upstream's torch_dist has of the optimizer in addition to tensors; twice where experts have a
+    separate one.
 
     sharding: how its distributed optimizer saves; None without it.
     """
@@ -169,7 +169,7 @@ def build_common_optimizer(run: Run, sharding: str | None) -> dict[Any, Any]:
 
 
 def _list_parts(run: Run) -> list[list[dict[str, Any]]]:
-    """The groups of each optimizer: with expert parallelism experts have one of their own."""
+    """List the groups of each optimizer: with expert parallelism experts have a separate one."""
     groups = build_param_groups(run)
     parts = [[g for g in groups if g["is_expert_parallel"] == of_experts] for of_experts in (False, True)]
     return [part for part in parts if part]
@@ -177,7 +177,7 @@ def _list_parts(run: Run) -> list[list[dict[str, Any]]]:
 
 def _build_common_part(run: Run, groups: list[dict[str, Any]], sharding: str | None) -> dict[str, Any]:
     if sharding is not None:
-        # With the flat layout each model-parallel rank has its own.
+        # With the flat layout each model-parallel rank has one.
         beside = {} if sharding == DP_RESHARDABLE else _build_divided_part(run, groups)
         return {**beside, "param_state_sharding_type": sharding}
     scaler = build_grad_scaler(run)
@@ -192,8 +192,8 @@ def _build_divided_part(run: Run, groups: list[dict[str, Any]]) -> dict[str, Any
 
 
 def build_divided_optimizers(run: Run) -> list[dict[str, Any]]:
-    """Return what the distributed optimizer of a model-parallel rank has beside its flat buffers; of experts comes
-    second."""
+    """Return what the distributed optimizer of a model-parallel rank has in addition to its flat buffers; experts'
+    comes second."""
     return [_build_divided_part(run, part) for part in _list_parts(run)]
 
 
@@ -206,7 +206,7 @@ def build_content_metadata(sharding: str | None) -> dict[str, Any]:
 
 
 def is_mixed(run: Run) -> bool:
-    """Return whether upstream's optimizer keeps main parameters beside those of the model."""
+    """Return True if upstream's optimizer keeps main parameters in addition to the model's."""
     return run.config.model.bf16 or run.config.model.fp16
 
 
@@ -255,7 +255,7 @@ def build_rerun_state(iteration: int) -> dict[str, Any]:
 
 
 def build_rank_rerun_state() -> dict[str, Any]:
-    """The part that each rank has of its own."""
+    """Build the part that differs between ranks."""
     nothing = dict.fromkeys(("failed_validation_call", "initial_result", "suspicious_node", "suspicious_device",
                              "data_iterator_checkpoints"))  # fmt: skip
     requests = dict.fromkeys(

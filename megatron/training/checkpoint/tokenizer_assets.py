@@ -28,7 +28,7 @@ def list_tokenizer_files(settings: TokenizerConfig) -> dict[str, Path]:
         if model.is_dir():
             files = {name: model / name for name in _FILE_NAMES}
         else:
-            # A tokenizer.json alone does not say its special tokens or its chat template; the files beside it do.
+            # A tokenizer.json does not have its special tokens or its chat template; the files next to it do.
             beside = {name: model.with_name(name) for name in _BESIDE_A_FILE}
             files = {model.name: model, **beside}
     named = ((_choose_vocab_name(settings), settings.vocab_file), (_MERGES_NAME, settings.merge_file))
@@ -46,10 +46,10 @@ def use_saved_files(settings: TokenizerConfig, checkpoint: Path) -> TokenizerCon
     A checkpoint may come from anybody: that it was made with --trust-remote-code does not let it run code here.
     """
     directory = checkpoint / DIRECTORY
-    # Files of the checkpoint are data. Code that a tokenizer brings runs only where the user's own flags allow it.
+    # Files of the checkpoint are data. Code that a tokenizer brings runs only where the user's flags allow it.
     changes: dict[str, Any] = {"trust_remote_code": False}
     if settings.tokenizer_model is not None and directory.is_dir():
-        # --tokenizer-model may have been a file or a directory; both were copied under their own names.
+        # --tokenizer-model may have been a file or a directory; both were copied with their names.
         file = directory / Path(settings.tokenizer_model).name
         changes["tokenizer_model"] = str(file if file.is_file() else directory)
     names = (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules between the model's settings and those of other groups: positions, scores, dtypes, update rules.
+"""Rules between the model's settings and other groups': positions, scores, dtypes, update rules.
 
 Each function yields a sentence for every violation.
 """
@@ -150,7 +150,7 @@ def optimizer_fits_the_model(run: RunGroups) -> Iterator[str]:
 
 
 def optimizer_formats_fit_the_model(run: RunGroups) -> Iterator[str]:
-    """Check the dtypes of optimizer state against those of the model and of gradients."""
+    """Check the dtypes of optimizer state against the dtypes of the model and of gradients."""
     optimizer, model = run.optimizer, run.model
     if optimizer.main_grads_dtype == "bf16" and not model.bf16:
         yield f"{run.say('main_grads_dtype')} needs --bf16"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families of hybrids that mix delta rules with full attention, beside Qwen's: OLMo Hybrid and Kimi Linear; see
+"""Families of hybrids that mix delta rules with full attention, in addition to Qwen's: OLMo Hybrid and Kimi Linear; see
 `hybrid_families.py`."""
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def complete_olmo_hybrid(fields: Fields) -> Fields:
 
 
 def complete_kimi_linear(fields: Fields) -> Fields:
-    """Fill in the kinds of layers, which published files list by their numbers, from 1, and those of their MLPs."""
+    """Fill in the kinds of layers, which published files list by their numbers, from 1, and the kinds of their MLPs."""
     layers, dense = fields["num_hidden_layers"], fields.pop("first_k_dense_replace", 1)
     published = fields.pop("linear_attn_config", None) or {}
     for name, field in (("head_dim", "linear_head_dim"), ("num_heads", "linear_num_heads"),
@@ -155,7 +155,7 @@ DELTA_FAMILIES: tuple[Family, ...] = (
         name="OLMo Hybrid",
         model_type="olmo_hybrid",
         model_class="OlmoHybridForCausalLM",
-        # The norm of heads has an epsilon of its own.
+        # The norm of heads has a separate epsilon.
         flags=f"{LLAMA_FLAGS} --qk-layernorm --qk-norm-scope all --linear-norm-epsilon 1e-5",
         sizes=SIZES,
         settings=(
@@ -177,7 +177,7 @@ DELTA_FAMILIES: tuple[Family, ...] = (
         model_type="kimi_linear",
         model_class="KimiLinearForCausalLM",
         # Nothing is tied, whatever the field says. A part of each head would be rotated: no layer has positions. Norms
-        # of latent vectors have their own epsilon.
+        # of latent vectors have another epsilon.
         flags=f"--multi-latent-attention --qk-layernorm {LLAMA_FLAGS} --position-embedding-type rope --rope-type rope "
         "--no-rope-freq 1 --latent-norm-epsilon 1e-6 --untie-embeddings-and-output-weights",
         sizes=LATENT_SIZES,

@@ -236,7 +236,7 @@ def complete_gpt_oss(fields: Fields) -> Fields:
 
 
 def complete_latent(fields: Fields) -> Fields:
-    """Every head of latent attention has keys and values of its own."""
+    """Every head of latent attention has separate keys and values."""
     heads = fields["num_attention_heads"]
     groups = fields["num_key_value_heads"]
     if groups not in (None, heads):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Map between tensors of published files and parameters of ours, as rows that several families share.
 
-The entries of families.py put them together; `family.py` says what a Row means. Names are those of the files.
+The entries of families.py put them together; `family.py` says what a Row means. Names are as in the files.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ LLAMA4_ROWS = {
     ),
 }
 SINKS = build_rows(Row(f"{OURS}self_attention.core_attention.softmax_offset", (f"{THEIRS}self_attn.sinks",)))
-# The gate's rows and those of the other half by turns, and matrices [inputs, outputs].
+# The rows of the gate and of the other half alternate, and matrices are [inputs, outputs].
 GPT_OSS_EXPERTS = build_rows(
     Row(f"{OURS}mlp.experts.linear_fc1.weight", (f"{THEIRS}mlp.experts.gate_up_proj",), "interleaved", True),
     Row(f"{OURS}mlp.experts.linear_fc1.bias", (f"{THEIRS}mlp.experts.gate_up_proj_bias",), "interleaved"),

@@ -57,7 +57,7 @@ QWEN_WINDOWS = (
     ConfigKey("sliding_window", "--window-size", "window", only_if="use_sliding_window"),
     ConfigKey("layer_types", "--window-attn-skip-freq", "window layers", only_if="use_sliding_window"),
 )
-# Gemma multiplies embeddings by the root of the hidden size, and scales scores by a size of their own.
+# Gemma multiplies embeddings by the root of the hidden size, and scales scores by a separate size.
 EMBEDDING_MULTIPLIER = ConfigKey("hidden_size", "--embedding-multiplier", "root")
 SCORE_SCALE = ConfigKey("query_pre_attn_scalar", "--softmax-scale", "inverse root", needed=True)
 SOFT_CAPS = (
@@ -155,7 +155,7 @@ def start_from(
     flags: str, settings: tuple[ConfigKey, ...], rows: Mapping[str, Row], **usual: Any
 ) -> Callable[..., Family]:
     """Return a function of a family's name, model_type, model_class and parts: its flags, settings and rows are added
-    to these, and other parts replace those of `usual`."""
+    to these, and other parts replace parts of `usual`."""
 
     def build(name: str, model_type: str, model_class: str, **parts: Any) -> Family:
         return Family(
@@ -181,7 +181,7 @@ build_olmo = start_from(
 )  # fmt: skip
 # Norms of latent vectors have this epsilon whatever the others have. The number itself follows in USUAL.
 _LATENT_EPSILON = ConfigKey("rms_norm_eps", "--latent-norm-epsilon", "switch", default=1e-6, word="1e-6")
-# Latent attention, and experts behind a few dense layers.
+# Latent attention, and experts after a few dense layers.
 build_deepseek = start_from(
     f"--multi-latent-attention --qk-layernorm {LLAMA_FLAGS}", (_LATENT_EPSILON, *USUAL, *LATENT, *DEEPSEEK_EXPERTS),
     LATENT_ROWS | SHARED_EXPERTS, sizes=LATENT_SIZES,

@@ -181,7 +181,7 @@ def _complete_ministral3(fields: Fields) -> Fields:
 
 
 def _complete_opt(fields: Fields) -> Fields:
-    """Fill in the width of the embedding: that of the layers."""
+    """Fill in the width of the embedding: the layers'."""
     width, hidden = fields["word_embed_proj_dim"], fields["hidden_size"]
     if width not in (None, hidden):
         raise ConfigError(f"word_embed_proj_dim is {width} in config.json; only hidden_size, {hidden}, is known")

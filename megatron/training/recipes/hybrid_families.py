@@ -232,7 +232,7 @@ def _qwen(name: str, model_type: str, model_class: str, **parts: Any) -> Family:
         rope={"rope_theta": 10000.0, "partial_rotary_factor": 0.25},
         defaults=HYBRID_DEFAULTS[model_type],
         complete=complete_qwen_hybrid,
-        # Of the layers that predict further tokens.
+        # Of the MTP layers.
         left_out=("mtp.",),
         **parts,
     )

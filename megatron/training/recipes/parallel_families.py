@@ -72,7 +72,7 @@ def _complete_cohere2(fields: Fields) -> Fields:
 
 
 def _complete_cohere2_moe(fields: Fields) -> Fields:
-    """Fill in the layers: dense ones come first, and have a pattern of their own."""
+    """Fill in the layers: dense ones come first, and have a separate pattern."""
     dense, every = fields.pop("first_k_dense_replace", 0), fields.pop("sliding_window_pattern")
     first = fields.pop("prefix_dense_sliding_window_pattern")
     periods = {layer: (layer, first) if layer <= dense else (layer - dense, every) for layer in list_layers(fields)}
