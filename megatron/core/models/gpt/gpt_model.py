@@ -416,11 +416,8 @@ class GPTModel(LanguageModule):
         self, hidden_states: Tensor, further: Sequence[Tensor], labels: Tensor, loss_mask: Tensor | None,
         shift: TokenShift,
     ) -> Tensor:  # fmt: skip
-        """Return the hidden states for the language-model loss, whose backward also runs the backward of the MTP
-        losses.
-
-        further: hidden states of each depth, [s, b, h].
-        """
+        """Return the hidden states for the language-model loss, whose backward also runs the MTP losses' backward.
+        further: hidden states of each depth, [s, b, h]."""
         mask = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
         for depth, states in enumerate(further):
             labels, mask = shift(labels), shift(mask)
