@@ -28,8 +28,7 @@ from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.paths import explain_no_directory, explain_unmakeable_directory
 from megatron.core.placement import Placement
 from megatron.core.process_groups_config import Group, SingleRankGroup
-from megatron.training.checkpoint.documents import STATE
-from megatron.training.checkpoint.save_and_load import CONFIG
+from megatron.training.checkpoint.documents import CONFIG, STATE
 from megatron.training.config.container import RunConfig
 from megatron.training.recipes.hf_config import read_json
 from megatron.training.run import Progress

@@ -15,22 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
-from megatron.core.collectives import all_gather_object
-from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_rank
+from megatron.core.dist_checkpointing.agreement import on_first_rank
 from megatron.core.dist_checkpointing.directory import find_directory
 from megatron.core.dist_checkpointing.durable import storage_errors, sync_directory
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
-from megatron.core.dist_checkpointing.validation import KeyReport, judge_wanted, list_wanted
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, leave_out_padding
+from megatron.core.dist_checkpointing.validation import KeyReport, fill_wanted
 from megatron.core.errors import ConfigError
 from megatron.core.paths import explain_unmakeable_directory
-from megatron.core.placement import Box
 from megatron.core.process_groups_config import Group
 from megatron.hf.checkpoints import fresh_directory
 from megatron.hf.conversion import CARRIED, Source, open_source, write_hf_directory
-from megatron.hf.entries import Entry, count_values, list_entries
+from megatron.hf.entries import Entry, list_entries
 from megatron.hf.progress import ConversionProgress
 from megatron.hf.settings import build_config_json
 from megatron.hf.tensor_files import is_written_by_a_run
@@ -201,52 +197,20 @@ class HuggingFaceModel:
         CheckpointError on every member; tensors may then be half filled.
         """
         entries = {entry.key: entry for entry in self._source.entries}
-        metadata, valid_rows = _describe(self._source)
-        wanted, keys = list_wanted(tensors.values(), metadata, valid_rows)
-        report = judge_wanted(
-            all_gather_object(wanted, group), metadata, may_lack=may_lack, may_have_more=may_have_more
+        shapes = {key: tuple(entry.placement.logical_shape) for key, entry in entries.items()}
+        rows = {key: shapes[key][0] for key, entry in entries.items() if entry.placement.valid_rows is not None}
+        progress = ConversionProgress("loading", sum(tensor.data.numel() for tensor in tensors.values()))
+
+        def fill(tensor: ShardedTensor, key: str) -> None:
+            for index, block in enumerate(tensor.blocks):
+                box, target = leave_out_padding(block.box, tensor.block(index), shapes[key])
+                if target.numel():
+                    target.copy_(entries[key].read_box(box, self._source.read_box))
+            if group.rank() == 0:
+                progress.advance(tensor.data)
+
+        report = fill_wanted(
+            tensors, shapes, fill, group, valid_rows=rows, may_lack=may_lack, may_have_more=may_have_more
         )
-        own = [(tensor, entries[keys[tensor.key]]) for tensor in tensors.values() if tensor.key in keys]
-
-        def fill() -> None:
-            progress = ConversionProgress("loading", count_values(entry for _, entry in own))
-            with torch.no_grad():
-                for tensor, entry in own:
-                    self._fill(tensor, entry)
-                    if group.rank() == 0:
-                        progress.advance(tensor.data)
-            progress.end()
-
-        on_every_rank(group, fill)
+        progress.end()
         return report
-
-    def _fill(self, tensor: ShardedTensor, entry: Entry) -> None:
-        for index, block in enumerate(tensor.blocks):
-            box, target = _without_padding(block.box, tensor.block(index), entry.placement.logical_shape)
-            if target.numel():
-                target.copy_(entry.read_box(box, self._source.read_box))
-
-
-def _without_padding(box: Box, target: Tensor, shape: tuple[int, ...]) -> tuple[Box, Tensor]:
-    """Return the part of a box, and of the memory to fill, that is inside of a tensor of this shape."""
-    if not box:
-        return box, target
-    start, length = box[0]
-    length = max(0, min(length, shape[0] - start))
-    return ((start, length), *box[1:]), target[:length]
-
-
-def _describe(source: Source) -> tuple[Metadata, Mapping[str, int]]:
-    """The source as a checkpoint's table of contents, and the rows of its tables of tokens."""
-    contents: dict[str, Any] = {
-        entry.key: TensorStorageMetadata(
-            TensorProperties(dtype=source.find_dtype(entry)), torch.Size(entry.placement.logical_shape), []
-        )
-        for entry in source.entries
-    }
-    rows = {
-        entry.key: entry.placement.logical_shape[0]
-        for entry in source.entries
-        if entry.placement.valid_rows is not None
-    }
-    return Metadata(contents), rows

@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.directory import TRACKER_NAME, iteration_directory, saved_iterations
-from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, leave_out_padding
 from megatron.core.dist_checkpointing.safe_pickle import read_restricted, refuse_expanded
 from megatron.core.dist_checkpointing.saved_boxes import LazyTensor
 from megatron.core.dist_checkpointing.upstream_dist import RELEASE, CommonState, parse_common_state
-from megatron.core.dist_checkpointing.validation import fits, refuse_mismatch
+from megatron.core.dist_checkpointing.validation import KeyReport, fill_wanted
 from megatron.core.errors import CheckpointError
+from megatron.core.process_groups_config import Group
 
 FILE_NAME = "model_optim_rng.pt"
 _REFUSAL = "pass --no-load-optim or --finetune"
@@ -204,47 +205,25 @@ def parse_expert_name(name: str) -> ExpertName | None:
 
 
 def fill_from_full(
-    tensors: Iterable[ShardedTensor], weights: Mapping[str, LazyTensor], elsewhere: Collection[str] = ()
-) -> None:
-    """Copy full tensors into this process's shards, converted to their number format; one of them is in memory at a
-    time.
+    tensors: ShardedStateDict,
+    weights: Mapping[str, LazyTensor],
+    group: Group,
+    *,
+    may_lack: bool = False,
+    may_have_more: bool = False,
+) -> KeyReport:
+    """Copy full tensors into the shards of all members of `group`, converted to their number formats; one of them is in
+    memory at a time. The rest is as in `validation.fill_wanted`."""
 
-    elsewhere: names that other processes hold. Raises ModelMismatchError that lists every name and shape which does not
-    fit.
-    """
-    tensors = list(tensors)
-    problems = []
-    sources: dict[str, LazyTensor] = {}
-    for tensor in tensors:
-        keys = (key for key in (tensor.key, tensor.fallback_key) if key is not None and key in weights)
-        key = next(keys, None)
-        if key is None:
-            problems.append(f"{tensor.key} is missing (the model's shape is {tensor.global_shape})")
-            continue
-        sources[tensor.key] = weights[key]
-        if not fits(tensor, weights[key].shape, None):
-            found = weights[key].shape
-            problems.append(f"{tensor.key} is {found} in the checkpoint, {tensor.global_shape} in the model")
-    parameters = {name for name in weights if not name.startswith(OPTIMIZER_PREFIX)}
-    unknown = sorted(parameters - {tensor.key for tensor in tensors} - set(elsewhere))
-    problems += [f"{name} is in the checkpoint only" for name in unknown]
-    refuse_mismatch(problems)
-    for tensor in tensors:
-        _fill(tensor, sources[tensor.key].read())
+    def fill(tensor: ShardedTensor, key: str) -> None:
+        full = weights[key].read()
+        for index, block in enumerate(tensor.blocks):
+            # Rows that the file lacks, which may be padded to fewer, keep the values that they were initialised with.
+            box, target = leave_out_padding(block.box, tensor.block(index), full.shape)
+            target.copy_(full[tuple(slice(start, start + length) for start, length in box)])
 
-
-def _fill(tensor: ShardedTensor, full: Tensor) -> None:
-    rows = full.shape[0] if full.dim() else 1
-    for index, block in enumerate(tensor.blocks):
-        target = tensor.block(index)
-        # Rows that the file lacks keep the values that they were initialised with.
-        if block.box and tensor.valid_rows is not None:  # the file may be padded to fewer rows than we are
-            start, length = block.box[0]
-            length = max(0, min(length, rows - start))
-            target, box = target[:length], ((start, length), *block.box[1:])
-        else:
-            box = block.box
-        target.copy_(full[tuple(slice(start, start + length) for start, length in box)])
+    shapes = {key: tensor.shape for key, tensor in weights.items()}
+    return fill_wanted(tensors, shapes, fill, group, may_lack=may_lack, may_have_more=may_have_more)
 
 
 def _innermost(content: Any) -> dict[str, Any] | None:

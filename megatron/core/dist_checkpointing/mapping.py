@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,15 +63,7 @@ class ShardedTensor:
         """
         if tuple(data.shape) != placement.local_shape:
             raise ValueError(f"{placement.name}: shape {tuple(data.shape)}; its placement says {placement.local_shape}")
-        return cls(
-            key=prefix + placement.name,
-            data=data.detach(),
-            global_shape=placement.full_shape,
-            blocks=tuple(placement.pieces()),
-            valid_rows=placement.valid_rows,
-            fallback_key=placement.name if fallback else None,
-            is_copy=placement.is_copy,
-        )
+        return cls(data=data.detach(), blocks=tuple(placement.pieces()), **_describe_whole(placement, prefix, fallback))
 
     @classmethod
     def whole(cls, key: str, data: Tensor) -> ShardedTensor:
@@ -129,6 +121,14 @@ class ShardedTensor:
         return next(i for i, block in enumerate(self.blocks) if tuple(s for s, _ in block.box) == start)
 
 
+def _describe_whole(placement: Placement, prefix: str, fallback: bool) -> dict[str, Any]:
+    """Fields that all parts of a tensor have in common."""
+    return {
+        "key": prefix + placement.name, "global_shape": placement.full_shape, "valid_rows": placement.valid_rows,
+        "fallback_key": placement.name if fallback else None, "is_copy": placement.is_copy,
+    }  # fmt: skip
+
+
 @dataclass(frozen=True)
 class SlicedTensor(ShardedTensor):
     """A flat slice of a shard: what one of the processes that divide the optimizer's state keeps of a parameter.
@@ -166,16 +166,8 @@ class SlicedTensor(ShardedTensor):
                 if meeting is not None:
                     blocks.append(meeting)
                     views.append(region[tuple(slice(first, first + length) for first, length in meeting.local_box)])
-        return cls(
-            key=prefix + placement.name,
-            data=data,
-            global_shape=placement.full_shape,
-            blocks=tuple(blocks),
-            valid_rows=placement.valid_rows,
-            fallback_key=placement.name if fallback else None,
-            is_copy=placement.is_copy,
-            views=tuple(views),
-        )
+        whole = _describe_whole(placement, prefix, fallback)
+        return cls(data=data, blocks=tuple(blocks), views=tuple(views), **whole)
 
     def block(self, index: int) -> Tensor:
         """The part of the slice that block number `index` describes: a view."""
@@ -196,6 +188,15 @@ def _meet(box: Box, piece: Piece) -> Piece | None:
         full.append((full_start + first - local_start, last - first))
         local.append((first - start, last - first))
     return Piece(tuple(full), tuple(local), piece.owned)
+
+
+def leave_out_padding(box: Box, target: Tensor, shape: Sequence[int]) -> tuple[Box, Tensor]:
+    """The part of a box, and of the memory to fill, that lies in a tensor of this shape, which may have fewer rows."""
+    if not box:
+        return box, target
+    start, length = box[0]
+    length = max(0, min(length, shape[0] - start))
+    return ((start, length), *box[1:]), target[:length]
 
 
 ShardedStateDict = dict[str, ShardedTensor]

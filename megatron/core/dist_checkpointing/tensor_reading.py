@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing.safe_pickle import read_metadata, refuse_o
 from megatron.core.dist_checkpointing.shard_files import Fill, SavedBox, compute_range_checksum, read_boxes
 from megatron.core.dist_checkpointing.torch_dist import METADATA_NAME, dcp_errors, join_ranks
 from megatron.core.dist_checkpointing.upstream_dist import translate_table
-from megatron.core.dist_checkpointing.validation import KeyReport, WantedTensors, judge_wanted, list_wanted
+from megatron.core.dist_checkpointing.validation import KeyReport, WantedTensors, judge_wanted, list_shapes, list_wanted
 from megatron.core.errors import CheckpointError
 from megatron.core.process_groups_config import Group
 
@@ -63,7 +63,7 @@ def read_tensors(
     """
 
     def plan(metadata: Metadata) -> _Plan:
-        wanted, sources = list_wanted(tensors.values(), metadata, valid_rows)
+        wanted, sources = list_wanted(tensors.values(), list_shapes(metadata), valid_rows)
         reads = [read for key, saved in sources.items() for read in list_reads(tensors[key], saved, metadata)]
         return _Plan(metadata, metadata, wanted, reads)
 
@@ -83,7 +83,7 @@ def read_upstream_tensors(
 
     def plan(metadata: Metadata) -> _Plan:
         table = translate_table(metadata)
-        wanted, sources = list_wanted(tensors.values(), table.metadata, {})
+        wanted, sources = list_wanted(tensors.values(), list_shapes(table.metadata), {})
         reads = [
             read_slice(read, table.slices[saved])
             for key, saved in sources.items()
@@ -122,7 +122,9 @@ def _read(
 
     def judge(everyone: list[WantedTensors]) -> list[KeyReport]:
         """On the first process: do checkpoint and model fit?"""
-        report = judge_wanted(everyone, own[0].named, may_lack=may_lack, may_have_more=may_have_more)
+        report = judge_wanted(
+            everyone, own[0].named.state_dict_metadata, may_lack=may_lack, may_have_more=may_have_more
+        )
         return [report] * len(everyone)
 
     with dcp_errors("reading", directory):

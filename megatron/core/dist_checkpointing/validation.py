@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
-from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX, RNG_PREFIX, ShardedTensor
+from megatron.core.collectives import all_gather_object
+from megatron.core.dist_checkpointing.agreement import on_every_rank
+from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX, RNG_PREFIX, ShardedStateDict, ShardedTensor
 from megatron.core.errors import CheckpointError
+from megatron.core.process_groups_config import Group
 
 # Put here by a table of upstream's names; declared for type checkers.
 StrictHandling: Any
@@ -39,19 +43,10 @@ def check_coverage(metadata: Metadata) -> None:
                 )
 
 
-def saved_key(tensor: ShardedTensor, metadata: Metadata) -> str | None:
-    """The key to load the tensor from; None when the checkpoint has none."""
-    for key in (tensor.key, tensor.fallback_key):
-        if key is not None and isinstance(metadata.state_dict_metadata.get(key), TensorStorageMetadata):
-            return key
-    return None
-
-
-def saved_shape(key: str, metadata: Metadata) -> tuple[int, ...]:
-    """Shape of a saved tensor."""
-    tensor = metadata.state_dict_metadata[key]
-    assert isinstance(tensor, TensorStorageMetadata)
-    return tuple(tensor.size)
+def list_shapes(metadata: Metadata) -> dict[str, tuple[int, ...]]:
+    """Shape of each saved tensor by its key."""
+    entries = metadata.state_dict_metadata.items()
+    return {key: tuple(entry.size) for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
 
 def fits(tensor: ShardedTensor, shape: tuple[int, ...], saved_valid_rows: int | None) -> bool:
@@ -93,25 +88,26 @@ class KeyReport:
 
 
 def list_wanted(
-    tensors: Iterable[ShardedTensor], metadata: Metadata, valid_rows: Mapping[str, int]
+    tensors: Iterable[ShardedTensor], shapes: Mapping[str, tuple[int, ...]], valid_rows: Mapping[str, int]
 ) -> tuple[WantedTensors, dict[str, str]]:
     """Return what a process asks for, and for each tensor that can be loaded the key to load it from.
 
-    valid_rows: rows without padding of the saved tensors that are padded, by key.
+    shapes: of the saved tensors, by key. valid_rows: rows without padding of the saved tensors that are padded, by key.
     """
     sources: dict[str, str] = {}
     keys: set[str] = set()
     lacking: dict[str, tuple[int, ...]] = {}
     mismatched = []
     for tensor in tensors:
-        keys |= {tensor.key} if tensor.fallback_key is None else {tensor.key, tensor.fallback_key}
-        key = saved_key(tensor, metadata)
-        if tensor.is_optional and (key is None or saved_shape(key, metadata) != tensor.global_shape):
+        names = [key for key in (tensor.key, tensor.fallback_key) if key is not None]
+        keys.update(names)
+        key = next((key for key in names if key in shapes), None)
+        if tensor.is_optional and (key is None or shapes[key] != tensor.global_shape):
             continue
         if key is None:
             lacking[tensor.key] = tensor.global_shape
             continue
-        shape, rows = saved_shape(key, metadata), valid_rows.get(key)
+        shape, rows = shapes[key], valid_rows.get(key)
         if fits(tensor, shape, rows):
             sources[tensor.key] = key
         else:
@@ -131,9 +127,10 @@ def _advise_rows(tensor: ShardedTensor, shape: tuple[int, ...], saved_valid_rows
 
 
 def judge_wanted(
-    wanted: Iterable[WantedTensors], metadata: Metadata, *, may_lack: bool, may_have_more: bool
+    wanted: Iterable[WantedTensors], saved: Iterable[str], *, may_lack: bool, may_have_more: bool
 ) -> KeyReport:
-    """Return how the model of all processes and the checkpoint differ, where that is tolerated.
+    """Return how the model of all processes and the checkpoint, whose tensors have the keys `saved`, differ, where that
+    is tolerated.
 
     may_lack: parameters and optimizer state that the checkpoint lacks keep their values, as long as it has any
     parameter of the model. may_have_more: parameters that the model lacks are left out. Raises ModelMismatchError that
@@ -151,11 +148,7 @@ def judge_wanted(
         if not (key.startswith(OPTIMIZER_PREFIX) and key.removeprefix(OPTIMIZER_PREFIX).partition(".")[2] in new)
     }
     asked, found = (frozenset().union(*sets) for sets in zip(*((p.keys, p.found) for p in wanted), strict=True))
-    surplus = sorted(
-        key
-        for key in metadata.state_dict_metadata
-        if not key.startswith((OPTIMIZER_PREFIX, RNG_PREFIX)) and key not in asked
-    )
+    surplus = sorted(key for key in saved if not key.startswith((OPTIMIZER_PREFIX, RNG_PREFIX)) and key not in asked)
     # Nothing in common is no model with additions, but the wrong directory.
     may_lack = may_lack and any(not key.startswith((OPTIMIZER_PREFIX, RNG_PREFIX)) for key in found)
     refused = dict.fromkeys(sentence for part in wanted for sentence in part.mismatched)
@@ -166,15 +159,35 @@ def judge_wanted(
     }
     if not may_have_more:
         refused |= {f"{key} is in the checkpoint only": None for key in surplus}
-    refuse_mismatch(refused)
+    if refused:
+        raise ModelMismatchError(f"the checkpoint is of another model: {'; '.join(shorten_list(refused))}")
     return KeyReport(tuple(f"{key} {shape}" for key, shape in lacking.items()), tuple(surplus))
 
 
-def refuse_mismatch(problems: Iterable[str]) -> None:
-    """Raise ModelMismatchError that lists the problems, if there are any."""
-    problems = list(problems)
-    if problems:
-        raise ModelMismatchError(f"the checkpoint is of another model: {'; '.join(shorten_list(problems))}")
+def fill_wanted(
+    tensors: ShardedStateDict,
+    shapes: Mapping[str, tuple[int, ...]],
+    fill: Callable[[ShardedTensor, str], None],
+    group: Group,
+    *,
+    valid_rows: Mapping[str, int] | None = None,
+    may_lack: bool = False,
+    may_have_more: bool = False,
+) -> KeyReport:
+    """Compare the tensors of all members of `group` with the saved ones, and fill one after the other; returns what was
+    tolerated. fill: fills a tensor from what is saved under a key. The rest is as in `list_wanted` and `judge_wanted`.
+    Raises CheckpointError on every member; tensors may then be half filled."""
+    wanted, keys = list_wanted(tensors.values(), shapes, valid_rows or {})
+    report = judge_wanted(all_gather_object(wanted, group), shapes, may_lack=may_lack, may_have_more=may_have_more)
+
+    def fill_all() -> None:
+        with torch.no_grad():
+            for tensor in tensors.values():
+                if tensor.key in keys:
+                    fill(tensor, keys[tensor.key])
+
+    on_every_rank(group, fill_all)
+    return report
 
 
 def shorten_list(lines: Iterable[str]) -> list[str]:

@@ -15,8 +15,8 @@ from megatron.core.dist_checkpointing.serialization import read_document
 from megatron.core.errors import CheckpointError
 from megatron.training.run import Progress
 
-STATE, RNG = "state", "rng"
-"""Names of documents: progress, schedule and optimizer's counts; Python's and numpy's generators."""
+STATE, RNG, CONFIG = "state", "rng", "config"
+"""Names of documents: progress, schedule and optimizer's counts; Python's and numpy's generators; the settings."""
 _LARGEST_COUNT = 2**63
 _WORD = 2**32
 _WORDS = 624

@@ -11,7 +11,6 @@ from megatron.core.dist_checkpointing import local_checkpoints, non_persistent
 from megatron.core.dist_checkpointing.agreement import on_first_rank
 from megatron.core.dist_checkpointing.local_checkpoints import Copying, FoundPart, Offer, find_rank_directory
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.dist_checkpointing.validation import KeyReport
 from megatron.core.errors import StorageError, report_error
 from megatron.core.process_groups_config import Group
 from megatron.training.checkpoint import rng_state
@@ -103,12 +102,6 @@ def find_local_part(run: Run, root: Path) -> FoundPart | None:
             # The node that has come into the place of a lost one has no copies yet, and may be followed by the next.
             _copy_to_partners(run, found.checkpoint.manifest.iteration, found.checkpoint.path, directory, copying)
     return found
-
-
-def load_locally(run: Run, part: FoundPart, tensors: ShardedStateDict) -> KeyReport:
-    """Fill the tensors of all ranks; none is lacking and none is left over. Raises CheckpointError on every rank."""
-    local_checkpoints.load(tensors, part, group=run.groups.world, replicas=_list_replicas(run))
-    return KeyReport((), ())
 
 
 def _list_replicas(run: Run) -> tuple[Group, Group]:

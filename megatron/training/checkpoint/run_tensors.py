@@ -74,30 +74,16 @@ def _list_fp8_state(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Sharded
                     yield key, dataclasses.replace(ShardedTensor.whole(key, data), is_optional=True), kind
 
 
-def select_tensors(run: Run, *, with_optimizer: bool) -> ShardedStateDict:
-    """Return what to load, but for random-number states: with the optimizer's state, or with the main parameters of it,
-    or the parameters alone."""
-    if with_optimizer:
-        state = build_sharded_model_state(run) | build_sharded_optimizer_state(run)
-        return state | build_sharded_fp8_state(run)
-    if run.config.checkpoint.loads_main_params(run.config.model):
-        return build_sharded_model_state(run) | _select_main_params(run)
-    return build_sharded_model_state(run, main=True)
-
-
-def _select_main_params(run: Run) -> ShardedStateDict:
-    """The main parameters, where they are other memory than the parameters."""
+def select_tensors(run: Run, *, with_optimizer: bool, with_main: bool = False) -> ShardedStateDict:
+    """Return what to load, but for random-number states: with the optimizer's state, or (with_main) with the main
+    parameters of it, where they are other memory than the parameters, or the parameters alone."""
+    if not with_optimizer and not with_main:
+        return build_sharded_model_state(run, main=True)
     state = build_sharded_optimizer_state(run)
-    return {key: tensor for key, tensor in state.items() if tensor.fallback_key is not None}
-
-
-def list_full_precision_weights(run: Run) -> list[ShardedTensor]:
-    """The parameters, and the main parameters behind them under the same names."""
-    main = _select_main_params(run).values()
-    return [
-        *build_sharded_model_state(run).values(),
-        *(dataclasses.replace(t, key=t.fallback_key or t.key) for t in main),
-    ]
+    if with_optimizer:
+        return build_sharded_model_state(run) | state | build_sharded_fp8_state(run)
+    main = {key: tensor for key, tensor in state.items() if tensor.fallback_key is not None}
+    return build_sharded_model_state(run) | main
 
 
 def iterate_placed_parameters(

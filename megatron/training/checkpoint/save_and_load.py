@@ -19,11 +19,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from megatron.core.collectives import all_gather_object
 from megatron.core.dist_checkpointing import non_persistent, serialization
-from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_rank, with_everyone
+from megatron.core.dist_checkpointing.agreement import on_first_rank
 from megatron.core.dist_checkpointing.async_save import AsyncSaver
 from megatron.core.dist_checkpointing.crash_points import reach
 from megatron.core.dist_checkpointing.diagnosis import (
@@ -32,48 +29,36 @@ from megatron.core.dist_checkpointing.diagnosis import (
     explain_wrong_level,
 )
 from megatron.core.dist_checkpointing.directory import FoundCheckpoint, find_checkpoint
-from megatron.core.dist_checkpointing.legacy import FILE_NAME, fill_from_full, find_legacy_file
-from megatron.core.dist_checkpointing.legacy_ranks import open_legacy
-from megatron.core.dist_checkpointing.local_checkpoints import FoundPart
+from megatron.core.dist_checkpointing.legacy import FILE_NAME, find_legacy_file
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, DamagedCheckpointError
-from megatron.core.dist_checkpointing.tensor_reading import read_upstream_tensors
-from megatron.core.dist_checkpointing.upstream_dist import RELEASE, CommonState, find_release, find_upstream_checkpoint
-from megatron.core.dist_checkpointing.validation import ModelMismatchError, shorten_list
+from megatron.core.dist_checkpointing.upstream_dist import RELEASE, find_release, find_upstream_checkpoint
 from megatron.core.dist_checkpointing.verification import Look
-from megatron.core.errors import CheckpointError, ConfigError, say
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.errors import CheckpointError, say
 from megatron.core.paths import explain_no_directory
 from megatron.core.process_groups_config import Group
-from megatron.core.tensor_parallel.fp8_products import recall_fallbacks
-from megatron.training.checkpoint import from_upstream, rng_state, upcycling
-from megatron.training.checkpoint.differences import (
-    Change,
-    describe_shape_differences,
-    find_changes,
-    list_changes,
-    refuse_another_function,
-)
-from megatron.training.checkpoint.documents import RNG, STATE, read_rng, read_state
-from megatron.training.checkpoint.filling import fill_tensors, list_replicas, name_as_saved, select_for_upstream
-from megatron.training.checkpoint.layer_names import find_renaming, rename_tensors
-from megatron.training.checkpoint.local_saves import find_local_part, load_locally, save_locally
+from megatron.training.checkpoint import rng_state
+from megatron.training.checkpoint.documents import CONFIG, RNG, STATE
+from megatron.training.checkpoint.local_saves import find_local_part, save_locally
+from megatron.training.checkpoint.restoring import restore
 from megatron.training.checkpoint.run_tensors import (
     build_sharded_fallbacks,
     build_sharded_fp8_state,
     build_sharded_model_state,
     build_sharded_optimizer_state,
-    list_full_precision_weights,
-    select_tensors,
 )
 from megatron.training.checkpoint.save_directories import find_global_directory, say_once, warn_once
 from megatron.training.checkpoint.save_for_upstream import save_for_upstream
+from megatron.training.checkpoint.sources import (
+    CheckpointSource,
+    ForeignSource,
+    LocalSource,
+    OurSource,
+    RankFiles,
+    TorchDist,
+)
 from megatron.training.checkpoint.tokenizer_assets import list_tokenizer_files
-from megatron.training.config.checkpoint import FOR_UPSTREAM, HF_PREFIX, CheckpointConfig, find_hf_directory
-from megatron.training.recipes.recipe import ForeignModel
+from megatron.training.config.checkpoint import FOR_UPSTREAM, CheckpointConfig, find_hf_directory
 from megatron.training.run import Run
-
-CONFIG = "config"
-
 
 # ---- saving
 
@@ -154,7 +139,7 @@ def load_checkpoint(run: Run) -> None:
     """
     settings, world = run.config.checkpoint, run.groups.world
     if (directory := find_hf_directory(settings.load)) is not None:
-        _restore_foreign(run, directory)
+        restore(run, ForeignSource(run, directory), weights_only=True)
         return
     if settings.load is not None:
         root, step, weights_only = Path(settings.load), settings.ckpt_step, settings.finetune
@@ -163,7 +148,7 @@ def load_checkpoint(run: Run) -> None:
         other = find_global_directory(settings, settings.load)
         look = functools.partial(non_persistent.find_newest, root, other, step)
         if (part := find_local_part(run, root)) is not None:
-            _restore(run, part.checkpoint, filled_but=None, part=part)
+            restore(run, LocalSource(run, part))
         if (
             part is not None
             or _restore_upstream(run, root, step, weights_only=weights_only, non_persistent_root=other)
@@ -214,7 +199,7 @@ def _restore_newest_good(run: Run, look: Look, *, weights_only: bool) -> bool:
         if found is None:
             return False
         try:
-            _restore_verified(run, found, weights_only=weights_only, filled_but=lacking)
+            restore(run, _open_verified(run, found, lacking), weights_only=weights_only)
         except DamagedCheckpointError as error:
             # What it has left in the tensors is overwritten by the next one.
             damaged[found.path] = str(error)
@@ -233,90 +218,12 @@ def _say_what_was_passed_over(run: Run, found: FoundCheckpoint) -> None:
         warn_once(run.groups.world, f"loading {found.path}, because {'; '.join(found.skipped)}")
 
 
-def _restore_verified(
-    run: Run, found: FoundCheckpoint, *, weights_only: bool, filled_but: frozenset[str] | None
-) -> None:
-    """Continue from a checkpoint with a manifest, in whichever format it was saved.
-
-    filled_but: a damaged checkpoint has filled all tensors but these before; None: there was none.
-    """
+def _open_verified(run: Run, found: FoundCheckpoint, filled_but: frozenset[str] | None) -> CheckpointSource:
+    """A checkpoint with a manifest as a source, in whichever format it was saved. filled_but: see OurSource."""
     if f"{serialization.TENSORS_DOCUMENT}.json" in found.manifest.files:
-        _restore(run, found, weights_only=weights_only, filled_but=filled_but)
-        return
+        return OurSource(run, found, filled_but)
     file = next((name for name in sorted(found.manifest.files) if name.endswith(f"/{FILE_NAME}")), None)
-    if file is None:
-        _restore_torch_dist(run, found.path, weights_only=weights_only)
-    else:
-        _restore_legacy(run, found.path / file, weights_only=weights_only)
-
-
-def _restore(
-    run: Run,
-    found: FoundCheckpoint,
-    *,
-    weights_only: bool = False,
-    filled_but: frozenset[str] | None,
-    part: FoundPart | None = None,
-) -> None:
-    """part: `found` is this rank's own, of a local checkpoint."""
-    settings, world = run.config.checkpoint, run.groups.world
-    # Settings of a run are those of its own flags, never the checkpoint's, which are only compared.
-    changes = _compare_settings(run, found)
-    if from_dense := upcycling.begins(run, changes, found.path):
-        changes, weights_only = upcycling.leave_out_expert_settings(changes), True
-    refuse_another_function(changes, str(found.path), is_overridden=settings.override_model_settings)
-    counts_steps = isinstance(run.scheduler, OptimizerParamScheduler)
-    state = with_everyone(world, lambda: read_state(found.path, counts_steps=counts_steps))
-    with_optimizer = not (weights_only or settings.no_load_optim)
-    with_rng = not (weights_only or settings.no_load_rng)
-    if with_optimizer and state["optimizer"] is None:
-        raise CheckpointError(f"{found.path} was saved with --no-save-optim; pass --no-load-optim or --finetune")
-    if with_optimizer:
-        # Before anything is loaded: a state that this optimizer cannot continue must leave the run as it was.
-        run.optimizer.check_state(state["optimizer"])
-    random_numbers = _read_rng_document(found, run) if with_rng else None
-
-    modules = [chunk.module for chunk in run.model]
-    tensors = select_tensors(run, with_optimizer=with_optimizer) | build_sharded_fallbacks(modules)
-    if random_numbers is not None:
-        tensors |= rng_state.build_sharded_rng_state(world.rank())
-    if part is None:
-        tensors = name_as_saved(run, found.path, changes, tensors)
-        replicas = list_replicas(run, from_dense)
-        load = functools.partial(serialization.load, checkpoint=found, group=world, replicas=replicas)
-        report = fill_tensors(run, found.path, changes, load, tensors, from_dense)
-    else:
-        report = load_locally(run, part, tensors)
-    spoiled = sorted(set(report.lacking) - (filled_but if filled_but is not None else set(report.lacking)))
-    if spoiled:
-        raise CheckpointError(
-            f"{found.path} lacks {'; '.join(shorten_list(spoiled))}, which a damaged newer checkpoint has filled; "
-            f"start again with --ckpt-step {found.manifest.iteration}, so that they begin with their initial values"
-        )
-
-    recall_fallbacks(modules)
-    if with_optimizer:
-        run.optimizer.load_numbers(state["optimizer"])
-        run.optimizer.after_load()
-        run.scheduler.load_state_dict(state["scheduler"])
-    elif settings.loads_main_params(run.config.model):
-        run.optimizer.after_load()
-    else:
-        # The optimizer's main parameters are copies in float32: they must follow the weights that were loaded.
-        run.optimizer.reload_model_params()
-    if random_numbers is not None:
-        # After everything that may draw: from here on the numbers continue those of the saved run.
-        rng_state.restore(random_numbers, tensors, world.rank())
-    # Progress stays at 0, and the hooks have no state: this is a new run with given weights.
-    if weights_only:
-        say_once(world, f"loaded the weights of {found.path}; iteration, optimizer and random numbers start afresh")
-        return
-    run.loaded_from = found.path
-    run.progress.load_state_dict(state["progress"])
-    run.hooks.load_state_dict(state.get("hooks", {}))  # older checkpoints have none
-    say_once(world, f"resuming from {found.path}, after {run.progress.consumed_train_samples} samples")
-    if lines := list_changes(changes):
-        say_once(world, "\n    ".join(["settings that changed:", *lines]))
+    return TorchDist(run, found.path) if file is None else RankFiles(run, found.path / file)
 
 
 def _override_iteration(run: Run, iteration: int | None) -> None:
@@ -357,9 +264,9 @@ def _restore_upstream(
     path, file = on_first_rank(world, find)
     weights_only |= RELEASE in (path and path.name, file and file.parent.parent.name)
     if path is not None:
-        _restore_torch_dist(run, path, weights_only=weights_only)
+        restore(run, TorchDist(run, path), weights_only=weights_only)
     elif file is not None:
-        _restore_legacy(run, file, weights_only=weights_only)
+        restore(run, RankFiles(run, file), weights_only=weights_only)
     return path is not None or file is not None
 
 
@@ -372,125 +279,10 @@ def _is_good(path: Path) -> bool:
         return False
 
 
-def _restore_torch_dist(run: Run, path: Path, *, weights_only: bool) -> None:
-    settings, world = run.config.checkpoint, run.groups.world
-    with_optimizer = not (weights_only or settings.no_load_optim)
-    # Of a dense model that experts are made of, the optimizer's state is not wanted, and need not be readable.
-    is_wanted = with_optimizer and not run.config.model.moe_use_upcycling
-    common = on_first_rank(world, lambda: from_upstream.read_common(path, with_optimizer=is_wanted))
-    changes = from_upstream.find_upstream_changes(common, run.config)
-    if from_dense := upcycling.begins(run, changes, path):
-        changes, with_optimizer, weights_only = upcycling.leave_out_expert_settings(changes), False, True
-    if with_optimizer and not is_wanted:
-        common = on_first_rank(world, lambda: from_upstream.read_common(path, with_optimizer=True))
-    refuse_another_function(changes, str(path), is_overridden=settings.override_model_settings)
-    if with_optimizer:
-        run.optimizer.check_state(from_upstream.build_optimizer_state(common))
-    with_state = with_optimizer or settings.loads_main_params(run.config.model)
-    reshaped = from_upstream.read_reshaped_optimizer(path, common, world) if with_state else {}
-    flat, others = select_for_upstream(run, path, changes, reshaped, with_optimizer=with_optimizer)
-    replicas = list_replicas(run, from_dense)
-    load = functools.partial(read_upstream_tensors, path, group=world, replicas=replicas)
-    fill_tensors(run, path, changes, load, others, from_dense)
-    on_every_rank(world, lambda: fill_from_full(flat.values(), reshaped))
-    if with_state:
-        run.optimizer.after_load()
-    else:
-        run.optimizer.reload_model_params()
-    from_upstream.restore(run, path, common, with_optimizer=with_optimizer, weights_only=weights_only)
-
-
-def _restore_legacy(run: Run, file: Path, *, weights_only: bool) -> None:
-    settings, world = run.config.checkpoint, run.groups.world
-    with_optimizer = not (weights_only or settings.no_load_optim)
-    model = build_sharded_model_state(run)
-    # Stages hold different layers: what one does not know, another may.
-    elsewhere = set().union(*all_gather_object(set(model), run.groups.pp))
-    tensors = list_full_precision_weights(run)
-    if with_optimizer:
-        tensors = [*model.values(), *build_sharded_optimizer_state(run).values()]
-
-    # Every rank maps the files itself: a tensor cannot travel before it is read.
-    content = with_everyone(world, lambda: open_legacy(file, with_optimizer=with_optimizer))
-    content.locate_state(world)
-
-    def fill() -> tuple[CommonState, int]:
-        changes = from_upstream.find_upstream_changes(content.common, run.config)
-        upcycling.refuse_files_of_ranks(run, changes, file)
-        refuse_another_function(changes, str(file), is_overridden=settings.override_model_settings)
-        if with_optimizer:
-            from_upstream.check_optimizer(content.common, file)
-            run.optimizer.check_state(from_upstream.build_optimizer_state(content.common))
-        try:
-            with torch.no_grad():
-                rename = find_renaming(run, changes, file)
-                known = {name for name in map(rename, elsewhere) if name is not None}
-                fill_from_full(rename_tensors(tensors, rename), content.tensors, known)
-        except ModelMismatchError as error:
-            raise CheckpointError(f"{file}: {error}{describe_shape_differences(changes)}") from None
-        return content.common, len(content.ignored)
-
-    common, ignored = on_every_rank(world, fill)[0]
-    run.optimizer.after_load()
-    from_upstream.restore(run, file, common, with_optimizer=with_optimizer, weights_only=weights_only)
-    if ignored:
-        say_once(world, f"note: {ignored} entries without weights (_extra_state) were ignored")
-
-
-def _restore_foreign(run: Run, directory: Path) -> None:
-    """Take the weights of a Hugging Face directory, as if it had been converted first."""
-    settings, world = run.config.checkpoint, run.groups.world
-    files = run.recipe.foreign_files
-    if files is None:
-        raise CheckpointError(
-            f"{HF_PREFIX}{directory}: this program reads no Hugging Face directories; start pretrain_gpt.py, or "
-            "convert it first: python -m megatron.bridge.convert --source hf --target megatron"
-        )
-    opened: list[ForeignModel] = []
-    on_every_rank(world, lambda: opened.append(files.open(directory, run.config)))
-    model = opened[0]
-    changes = find_changes(model.config.to_dict(), run.config)
-    if from_dense := upcycling.begins(run, changes, directory):
-        changes = upcycling.leave_out_expert_settings(changes)
-    refuse_another_function(changes, str(directory), is_overridden=settings.override_model_settings)
-    tensors = name_as_saved(run, directory, changes, select_tensors(run, with_optimizer=False))
-    fill_tensors(run, directory, changes, functools.partial(model.load, group=world), tensors, from_dense)
-    if settings.loads_main_params(run.config.model):
-        run.optimizer.after_load()
-    else:
-        run.optimizer.reload_model_params()
-    for note in model.notes:
-        say_once(world, f"note: {note}")
-    say_once(world, f"loaded the weights of {directory}; iteration, optimizer and random numbers start afresh")
-
-
-def _compare_settings(run: Run, found: FoundCheckpoint) -> list[Change]:
-    """Return how this run's settings differ from the checkpoint's; nothing, with a warning, where those cannot be
-    read."""
-    try:
-        return find_changes(serialization.read_document(found.path, CONFIG), run.config)
-    except (ConfigError, TypeError, AttributeError) as error:
-        warn_once(run.groups.world, f"{found.path / CONFIG}.json cannot be compared with this run's settings: {error}")
-        return []
-
-
-def _read_rng_document(found: FoundCheckpoint, run: Run) -> dict[str, Any] | None:
-    """The saved random-number state; None, with a sentence, where this job cannot continue it."""
-    world = run.groups.world
-    if f"{RNG}.json" not in found.manifest.files:
-        raise CheckpointError(f"{found.path} was saved with --no-save-rng; pass --no-load-rng or --finetune")
-    document = with_everyone(world, lambda: read_rng(found.path, world.rank()))
-    reason = rng_state.explain_unrestorable_state(document, world, run.groups.grid.sizes)
-    if reason is not None:
-        warn_once(world, f"random numbers start from --seed instead of continuing: {reason}")
-        return None
-    return document
-
-
 def _load_pretrained(run: Run, root: Path, iteration: int | None) -> None:
     """Weights only, from a checkpoint of ours or of upstream's."""
     if (directory := find_hf_directory(str(root))) is not None:
-        _restore_foreign(run, directory)
+        restore(run, ForeignSource(run, directory), weights_only=True)
         return
     if _restore_upstream(run, root, iteration, weights_only=True):
         return

@@ -24,8 +24,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.stacked_parameters import list_parameters
 from megatron.core.tensor_parallel.fp8_products import recall_fallbacks
 from megatron.core.tensor_parallel.parameters import declare_vocabulary
+from megatron.training.checkpoint.documents import CONFIG
 from megatron.training.checkpoint.run_tensors import build_sharded_fallbacks
-from megatron.training.checkpoint.save_and_load import CONFIG
 from megatron.training.checkpoint.tokenizer_assets import use_saved_files
 from megatron.training.config.container import RunConfig
 from megatron.training.config.gpu_needs import replace_gpu_settings

@@ -20,7 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.taken_arguments import take_arguments
 from megatron.core.upstream.modules import unwrap_model
 from megatron.training.arguments import make_run_config
-from megatron.training.checkpoint import save_and_load
+from megatron.training.checkpoint import documents, save_and_load
 from megatron.training.config.run_groups import group_classes
 from megatron.training.data.samples import build_batch_size_calculator
 from megatron.training.global_vars import get_args
@@ -198,7 +198,7 @@ def load_args_from_checkpoint(
     args: Namespace, load_arg: str = "load", checkpointing_context: Any = None
 ) -> tuple[Namespace, Namespace]:
     """(args with the shape of the saved model, all saved settings). --use-checkpoint-args does so on a command line."""
-    path = Path(get_load_checkpoint_path_by_args(args, load_arg)) / f"{save_and_load.CONFIG}.json"
+    path = Path(get_load_checkpoint_path_by_args(args, load_arg)) / f"{documents.CONFIG}.json"
     try:
         saved = json.loads(path.read_bytes())
         settings = {
