@@ -25,7 +25,6 @@ from megatron.core.dist_checkpointing.saved_boxes import BoxReader, LazyTensor
 from megatron.core.dist_checkpointing.serialization import TENSORS_DOCUMENT
 from megatron.core.dist_checkpointing.upstream_dist import (
     METADATA_NAME,
-    UpstreamTable,
     find_upstream_checkpoint,
     translate_table,
 )
@@ -117,17 +116,10 @@ def _list_weights(path: Path) -> dict[str, LazyTensor]:
     metadata = read_metadata(path / METADATA_NAME)
     table, reader = translate_table(metadata), BoxReader(path, metadata)
     return {
-        key: LazyTensor(tuple(entry.size), entry.properties.dtype, functools.partial(_read, reader, table, key))
+        key: LazyTensor(tuple(entry.size), entry.properties.dtype, functools.partial(table.read, reader, key))
         for key, entry in table.metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-
-
-def _read(reader: BoxReader, table: UpstreamTable, key: str) -> Tensor:
-    saved, layer, _ = table.slices[key]
-    if layer is None:
-        return reader.read_whole(saved)
-    return reader.read_region(saved, ((layer, 1), *((0, size) for size in reader.find(saved).size[1:])))[0]
 
 
 def _find_vocab_size(config: RunConfig, weights: Mapping[str, LazyTensor]) -> tuple[int | None, str | None]:

@@ -2,7 +2,7 @@
 """Checkpoints that any layout can load: each tensor is saved once, under its name in the whole model.
 
 ShardedTensor (mapping)        a local tensor and its boxes in the full one, from a Placement
-save_plan, load_plan           who writes which box; which saved boxes cover mine
+save_plan, tensor_reading      who writes which box; which saved boxes cover mine
 torch_dist                     the file format of torch.distributed.checkpoint
 async_save, snapshot,          saving beside training: host memory that is written by a thread or a process
 writer_process

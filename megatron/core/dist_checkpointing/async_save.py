@@ -20,7 +20,6 @@ import contextlib
 import json
 import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,9 +35,9 @@ from megatron.core.dist_checkpointing.crash_points import reach
 from megatron.core.dist_checkpointing.directory import abandon_save
 from megatron.core.dist_checkpointing.directory_lock import DirectoryLock
 from megatron.core.dist_checkpointing.durable import storage_errors
-from megatron.core.dist_checkpointing.manifest import FileRecord, Manifest
+from megatron.core.dist_checkpointing.manifest import FileRecord
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.dist_checkpointing.serialization import gather_documents, gather_valid_rows, guard
+from megatron.core.dist_checkpointing.serialization import SaveTarget, gather_documents, gather_valid_rows
 from megatron.core.dist_checkpointing.snapshot import SnapshotMemory, take_snapshot
 from megatron.core.dist_checkpointing.torch_dist import (
     RepeatedPlan,
@@ -116,8 +115,8 @@ class AsyncSaver:
         """
         assert self._save is None, "wait() for the save before"
         began_at = time.monotonic()
-        begin, commit = guard(root, iteration, lock, is_alone=is_alone)
-        temporary = on_first_rank(group, begin)
+        target = SaveTarget(root, iteration, group.size(), lock, is_alone)
+        temporary = on_first_rank(group, target.begin)
         try:
             reach("tensors-next")
             plan, is_new = self._plan.make(temporary, tensors, group)
@@ -130,8 +129,18 @@ class AsyncSaver:
             raise
         # From here on what fails, fails on one process, which tells the others in its report.
         write = self._snapshot(temporary, tensors, plan)
-        complete = _Commit(temporary, iteration, group.size(), plan, accompany, commit)
-        self._save = _Save(write, complete, group.rank(), began_at, self._list_ended)
+
+        def complete(shares: Sequence[Written]) -> Path:
+            """On the first process when all have written."""
+
+            def write_rest(directory: Path) -> dict[str, FileRecord]:
+                records = {name: record for share in shares for name, record in share.records.items()}
+                records |= write_contents(directory, plan, [share.results for share in shares])
+                return records | accompany(directory)
+
+            return target.finish(temporary, write_rest)
+
+        self._save = _Save(write, complete, temporary, target, group.rank(), began_at, self._list_ended)
         self._save.start()
 
     def _snapshot(self, temporary: Path, tensors: ShardedStateDict, plan: WritePlan) -> Callable[[], Written]:
@@ -166,41 +175,23 @@ class AsyncSaver:
         self._memory.release()
 
 
-@dataclass(frozen=True)
-class _Commit:
-    """Last step of a save, on the first process when all have written."""
-
-    temporary: Path
-    iteration: int
-    world_size: int
-    plan: WritePlan
-    accompany: Callable[[Path], dict[str, FileRecord]]
-    commit: Callable[[Path, Manifest], Path]
-
-    def __call__(self, shares: Sequence[Written]) -> Path:
-        with storage_errors(f"writing {self.temporary}"):
-            records: dict[str, FileRecord] = {}
-            for share in shares:
-                records |= share.records
-            records |= write_contents(self.temporary, self.plan, [share.results for share in shares])
-            records |= self.accompany(self.temporary)
-            return self.commit(self.temporary, Manifest(self.iteration, uuid.uuid4().hex, self.world_size, records))
-
-
 class _Save(threading.Thread):
     """One save, from the snapshot to the outcome."""
 
     def __init__(
         self,
         write: Callable[[], Written],
-        complete: _Commit,
+        complete: Callable[[Sequence[Written]], Path],
+        temporary: Path,
+        target: SaveTarget,
         rank: int,
         began_at: float,
         list_ended: Callable[[Sequence[int]], list[int]],
     ) -> None:
-        super().__init__(name=f"save of iteration {complete.iteration}", daemon=True)
+        super().__init__(name=f"save of iteration {target.iteration}", daemon=True)
         self._write, self._complete = write, complete
-        self._temporary, self._rank, self._size = complete.temporary, rank, complete.world_size
+        self._temporary, self._rank, self._size = temporary, rank, target.world_size
+        self._iteration = target.iteration
         # Every save has a room of its own in the store: its directory has a random name.
         room = f"megatron/save/{self._temporary.name}"
         self._store = PrefixStore(room, rendezvous_store()) if self._size > 1 else None
@@ -218,7 +209,7 @@ class _Save(threading.Thread):
         self.join()
         path = self._answer.get("path")
         return SaveResult(
-            self._complete.iteration, None if path is None else Path(path), self._answer.get("problem"),
+            self._iteration, None if path is None else Path(path), self._answer.get("problem"),
             self._stalled_seconds, self._ended_at - self._began_at,
         )  # fmt: skip
 

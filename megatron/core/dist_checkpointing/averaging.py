@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -194,16 +193,10 @@ def _plan(
         saved = formats[key]
         placement = Placement(key, saved.shape, valid_rows=saved.valid_rows)
         empty = torch.empty(saved.shape, dtype=saved.dtype, device="meta")
-        planned = ShardedTensor.from_placement(empty, placement)
-        shared: dict[str, Any] = {name: getattr(planned, name) for name in ("data", "global_shape", "blocks")}
         tensors[key] = _AveragedTensor(
-            key,
-            **shared,
-            valid_rows=saved.valid_rows,
-            sources=tuple(found[key] for found in of_each),
-            shares=shares,
-            on_bytes=on_bytes,
-        )
+            **vars(ShardedTensor.from_placement(empty, placement)),
+            sources=tuple(found[key] for found in of_each), shares=shares, on_bytes=on_bytes,
+        )  # fmt: skip
     return tensors
 
 

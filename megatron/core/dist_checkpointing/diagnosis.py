@@ -136,6 +136,11 @@ def explain_other_content(path: Path) -> tuple[str, str] | None:
     return explain_foreign_format(path) or explain_wrong_level(path)
 
 
+def explain_nothing(root: Path) -> str:
+    """Return what is to be said of a place without a checkpoint of ours, as the end of a sentence."""
+    return explain_no_directory(root) or "; ".join(explain_other_content(root) or ("holds no checkpoint",))
+
+
 def explain_foreign_format(path: Path) -> tuple[str, str] | None:
     """Return what kind of another program's checkpoint lies in a directory, as the end of a sentence, and what to do;
     None where nothing is recognised."""
@@ -216,11 +221,7 @@ def _examine(path: Path, with_checksums: bool, on_bytes: Callable[[int], None]) 
     # Every file, where loading stops at the first one: who restores them wants the whole list.
     for name, record in manifest.files.items():
         try:
-            if with_checksums:
-                verify_file(path / name, record, read=lambda file: checksum(file, on_bytes))
-            else:
-                expected = record.crc32
-                verify_file(path / name, record, read=lambda _, crc32=expected: crc32)  # type: ignore[misc]
+            verify_file(path / name, record, (lambda file: checksum(file, on_bytes)) if with_checksums else None)
         except CheckpointError as error:
             damage.append(str(error))
     # A damaged table of contents would contradict everything.

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.directory import TRACKER_NAME, iteration_directory, saved_iterations
+from megatron.core.dist_checkpointing.directory import iteration_directory, saved_iterations
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, leave_out_padding
 from megatron.core.dist_checkpointing.safe_pickle import read_restricted, refuse_expanded
 from megatron.core.dist_checkpointing.saved_boxes import LazyTensor
-from megatron.core.dist_checkpointing.upstream_dist import RELEASE, CommonState, parse_common_state
+from megatron.core.dist_checkpointing.upstream_dist import RELEASE, CommonState, list_named, parse_common_state
 from megatron.core.dist_checkpointing.validation import KeyReport, fill_wanted
 from megatron.core.errors import CheckpointError
 from megatron.core.process_groups_config import Group
@@ -47,16 +47,10 @@ def find_legacy_file(root: Path, iteration: int | None = None) -> Path | None:
 
     The tracker names an iteration or `release`; without one, the newest iteration or `release/` is taken.
     """
-    candidates = [root]
-    if iteration is not None:
-        candidates = [iteration_directory(root, iteration)]
-    else:
-        tracker = root / TRACKER_NAME
-        text = tracker.read_bytes()[:64].decode("ascii", "replace").strip() if tracker.is_file() else ""
-        if re.fullmatch("[0-9]{1,12}", text):
-            candidates.append(iteration_directory(root, int(text)))
-        candidates.append(root / RELEASE)
-        candidates += [iteration_directory(root, saved) for saved in saved_iterations(root)]
+    candidates = list_named(root, iteration)
+    if iteration is None:
+        saved = [iteration_directory(root, saved) for saved in saved_iterations(root)]
+        candidates = [root, *candidates, root / RELEASE, *saved]
     for candidate in candidates:
         ranks = sorted(path.parent.name for path in candidate.glob(f"mp_rank_*/{FILE_NAME}"))
         if ranks:

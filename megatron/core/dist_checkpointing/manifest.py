@@ -13,7 +13,6 @@ sizes and checksums then show any change of the other files. crc32 finds damage,
 
 from __future__ import annotations
 
-import functools
 import json
 import zlib
 from collections.abc import Callable, Mapping
@@ -140,25 +139,19 @@ def compare_checksums(directory: Path, records: Mapping[str, FileRecord], found:
 def check_lengths(directory: Path, manifest: Manifest) -> None:
     """The same without checksums, for which all files would have to be read: are they there, and as long?"""
     for name, record in manifest.files.items():
-        verify_file(directory / name, record, read=functools.partial(_trust, record.crc32))
+        verify_file(directory / name, record)
 
 
-def _trust(crc32: int, path: Path) -> int:
-    return crc32
-
-
-def verify_file(path: Path, record: FileRecord, *, read: Callable[[Path], int] | None = None) -> None:
-    """Raise CheckpointError unless the file is there, as long as the record says and with its checksum.
-
-    read: returns the checksum; by default checksum().
-    """
+def verify_file(path: Path, record: FileRecord, read: Callable[[Path], int] | None = None) -> None:
+    """Raise CheckpointError unless the file is there, as long as the record says, and, where `read` returns its
+    checksum, with that of the record."""
     try:
         found_bytes = path.stat().st_size
         if not path.is_file():
             raise CheckpointError(f"{path} is no regular file")
         if found_bytes != record.bytes:
             raise CheckpointError(f"{path} is {found_bytes} bytes long; its manifest says {record.bytes}")
-        found = (read or checksum)(path)
+        found = record.crc32 if read is None else read(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; the manifest names it") from None
     except OSError as error:

@@ -93,35 +93,47 @@ def save(
     return save_files(write, root, iteration, group=group, lock=lock, is_alone=is_alone)
 
 
-def guard(
-    root: Path, iteration: int, lock: DirectoryLock | None, *, is_alone: bool = False
-) -> tuple[Callable[[], Path], Callable[[Path, Manifest], Path]]:
-    """Return how a save into `root` begins and how it becomes visible, both refused where `lock` is lost. is_alone: see
-    save."""
-
-    def begin() -> Path:
-        if lock is not None:
-            lock.check()
-            # What a save of before could not remove: its disk failed, and may have recovered.
-            with contextlib.suppress(OSError):
-                settle_leftovers(root)
-        return begin_save(root, iteration)
-
-    def commit(temporary: Path, manifest: Manifest) -> Path:
-        if lock is None:
-            return commit_save(temporary, manifest)
-        # Once more: writing may have taken longer than others wait for a sign of life of a process that was stopped.
-        lock.check()
-        path = commit_save(temporary, manifest)
-        lock.note_save()
-        return path
-
-    return (functools.partial(begin_save_alone, root), commit_save_alone) if is_alone else (begin, commit)
-
-
 _Rest = Callable[[Path], Mapping[str, FileRecord]]
 """Last part of a save, run by the first member when all others have written: write the rest, and return the records of
 all files."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveTarget:
+    """Place of one save: how it begins there and becomes visible, both refused where `lock` is lost."""
+
+    root: Path
+    iteration: int
+    world_size: int
+    lock: DirectoryLock | None = None
+    is_alone: bool = False
+    """`root` is the directory of this checkpoint; see save."""
+
+    def begin(self) -> Path:
+        """Make the directory to write into. Raises StorageError, CheckpointError."""
+        if self.is_alone:
+            return begin_save_alone(self.root)
+        if self.lock is not None:
+            self.lock.check()
+            # What a save of before could not remove: its disk failed, and may have recovered.
+            with contextlib.suppress(OSError):
+                settle_leftovers(self.root)
+        return begin_save(self.root, self.iteration)
+
+    def finish(self, temporary: Path, write: _Rest) -> Path:
+        """Write the rest and make the checkpoint visible. Raises StorageError."""
+        with storage_errors(f"writing {temporary}"):
+            manifest = Manifest(self.iteration, uuid.uuid4().hex, self.world_size, write(temporary))
+            if self.is_alone:
+                return commit_save_alone(temporary, manifest)
+            if self.lock is None:
+                return commit_save(temporary, manifest)
+            # Once more: writing may have taken longer than others wait for a sign of life of a process that was
+            # stopped.
+            self.lock.check()
+            path = commit_save(temporary, manifest)
+            self.lock.note_save()
+            return path
 
 
 def save_files(
@@ -139,20 +151,14 @@ def save_files(
     the end with it, to write the rest and to return the records of all files. lock, is_alone: as for `save`. Raises
     StorageError on every member when it failed.
     """
-    begin, commit = guard(root, iteration, lock, is_alone=is_alone)
+    target = SaveTarget(root, iteration, group.size(), lock, is_alone)
     # One rank chooses the name; all write into the same directory.
-    temporary = on_first_rank(group, begin)
+    temporary = on_first_rank(group, target.begin)
     try:
         reach("tensors-next")
-        finish_files = write(temporary)
-
-        def finish() -> Path:
-            with storage_errors(f"writing {temporary}"):
-                records = dict(finish_files(temporary))
-                return commit(temporary, Manifest(iteration, uuid.uuid4().hex, group.size(), records))
-
+        rest = write(temporary)
         # Every rank has written and flushed its files by now (`write` waits for all), so the manifest can promise them.
-        return on_first_rank(group, finish)
+        return on_first_rank(group, lambda: target.finish(temporary, rest))
     except BaseException:
         # BaseException: an interrupt from the keyboard leaves half a checkpoint, too.
         if group.rank() == 0:

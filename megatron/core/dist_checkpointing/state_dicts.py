@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megatron.core.collectives import all_gather_object
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.async_requests import AsyncRequest
-from megatron.core.dist_checkpointing.directory import find_checkpoint
+from megatron.core.dist_checkpointing.directory import FoundCheckpoint
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.dist_checkpointing.sharded_object import ShardedObject
@@ -115,9 +115,7 @@ def load(
     complete or that lacks a tensor, ModelMismatchError for another shape.
     """
     _refuse_strategies(sharded_strategy, common_strategy)
-    found = serialization.find(Path(checkpoint_dir), None, _everyone())
-    if found is None:
-        raise CheckpointError(f"{checkpoint_dir} holds no checkpoint")
+    found = _find(checkpoint_dir, _everyone())
     tensors: ShardedStateDict = {}
     how = str(getattr(strict, "value", strict) or "assume_ok_unexpected")
     if how not in STRICT:
@@ -151,15 +149,20 @@ def load_content_metadata(checkpoint_dir: str | Path | None = None, *, preloaded
     which it was put under that name, in place of a directory."""
     if preloaded_state_dict is not None:
         return preloaded_state_dict.get(CONTENT)
-    found = find_checkpoint(Path(str(checkpoint_dir)))
-    if found is None:
-        raise CheckpointError(f"{checkpoint_dir} holds no checkpoint")
-    return _read(found.path, CONTENT) or None
+    return _read(_find(str(checkpoint_dir)).path, CONTENT) or None
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: str | Path) -> bool:
     """Return whether the directory holds a checkpoint in the format of save(), ours or upstream's."""
     return (Path(checkpoint_dir) / METADATA_NAME).is_file()
+
+
+def _find(directory: str | Path, group: Group | None = None) -> FoundCheckpoint:
+    """The checkpoint of a directory, as all members of `group` find it; by default this process alone."""
+    found = serialization.find(Path(directory), None, group or ProcessGroupCollection.single().world)
+    if found is None:
+        raise CheckpointError(f"{directory} holds no checkpoint")
+    return found
 
 
 def _read(checkpoint: Path, name: str) -> dict[str, Any]:
@@ -196,11 +199,8 @@ def _with_objects(value: Any) -> Any:
 
 def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
     """Return what a checkpoint holds beside sharded tensors. Raises CheckpointError."""
-    found = find_checkpoint(Path(checkpoint_dir))
-    if found is None:
-        raise CheckpointError(f"{checkpoint_dir} holds no checkpoint")
+    found, alone = _find(checkpoint_dir), ProcessGroupCollection.single().world
     common, whole = _common_of(found.path)
-    alone = ProcessGroupCollection.single().world
     serialization.load({tensor.key: tensor for tensor in whole}, found, alone, may_have_more=True)
     return dict(_merged(common, {}))
 
@@ -287,9 +287,8 @@ _TENSOR = "__tensor__"
 
 def _common_of(checkpoint: Path) -> tuple[dict[str, Any], list[ShardedTensor]]:
     """common.json with empty tensors in the places of those it mentions, and these to be filled."""
-    common = serialization.read_document(checkpoint, COMMON) if (checkpoint / f"{COMMON}.json").exists() else {}
     try:
-        common = _with_tensors(common)
+        common = _with_tensors(_read(checkpoint, COMMON))
         return dict(common), list(_tensors_in(common))
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{checkpoint / COMMON}.json is not as it was written: {error}") from None

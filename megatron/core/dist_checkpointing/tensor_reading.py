@@ -17,23 +17,24 @@ from __future__ import annotations
 import io
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron.core.dist_checkpointing.checksums import FileSegment, join_checksums, list_segments
 from megatron.core.dist_checkpointing.load_exchange import Read, SharedReads, choose_readers, exchange
-from megatron.core.dist_checkpointing.load_plan import list_reads, read_slice
 from megatron.core.dist_checkpointing.manifest import DamagedCheckpointError, FileRecord, compare_checksums
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, describe_chunk
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata, refuse_outside
 from megatron.core.dist_checkpointing.shard_files import Fill, SavedBox, compute_range_checksum, read_boxes
 from megatron.core.dist_checkpointing.torch_dist import METADATA_NAME, dcp_errors, join_ranks
-from megatron.core.dist_checkpointing.upstream_dist import translate_table
+from megatron.core.dist_checkpointing.upstream_dist import SavedSlice, translate_table
 from megatron.core.dist_checkpointing.validation import KeyReport, WantedTensors, judge_wanted, list_shapes, list_wanted
 from megatron.core.errors import CheckpointError
 from megatron.core.process_groups_config import Group
@@ -64,7 +65,7 @@ def read_tensors(
 
     def plan(metadata: Metadata) -> _Plan:
         wanted, sources = list_wanted(tensors.values(), list_shapes(metadata), valid_rows)
-        reads = [read for key, saved in sources.items() for read in list_reads(tensors[key], saved, metadata)]
+        reads = [read for key, saved in sources.items() for read in _list_reads(tensors[key], saved, metadata)]
         return _Plan(metadata, metadata, wanted, reads)
 
     return _read(directory, group, plan, may_lack, may_have_more, unverified or {}, replicas)
@@ -85,9 +86,9 @@ def read_upstream_tensors(
         table = translate_table(metadata)
         wanted, sources = list_wanted(tensors.values(), list_shapes(table.metadata), {})
         reads = [
-            read_slice(read, table.slices[saved])
+            _read_slice(read, table.slices[saved])
             for key, saved in sources.items()
-            for read in list_reads(tensors[key], saved, table.metadata)
+            for read in _list_reads(tensors[key], saved, table.metadata)
         ]
         return _Plan(metadata, table.metadata, wanted, reads)
 
@@ -173,6 +174,28 @@ def _read_share(
 
 
 # ---- what lies where
+
+
+def _list_reads(tensor: ShardedTensor, key: str, metadata: Metadata) -> Iterator[Read]:
+    """Yield the parts of the boxes saved under `key` that fill this process's part of the tensor."""
+    saved = metadata.state_dict_metadata[key]
+    assert isinstance(saved, TensorStorageMetadata)
+    for item in create_read_items_for_chunk_list(key, saved, [describe_chunk(block.box) for block in tensor.blocks]):
+        assert item.dest_index.index is not None
+        target = tensor.block(item.dest_index.index).detach()
+        for dim, (offset, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+            target = target.narrow(dim, offset, length)
+        yield Read(item.storage_index, tuple(item.storage_offsets), target)
+
+
+def _read_slice(read: Read, place: SavedSlice) -> Read:
+    """The same read from where upstream keeps the tensor, which may be one layer of a stack."""
+    offset = tuple(read.box_index.offset or ())
+    if place.layer is None:
+        return read._replace(box_index=MetadataIndex(place.key, torch.Size(offset)))
+    start = place.starts[offset]
+    index = MetadataIndex(place.key, torch.Size((start, *offset)))
+    return Read(index, (place.layer - start, *read.offsets), read.target.unsqueeze(0))
 
 
 class _BoxLocation(NamedTuple):

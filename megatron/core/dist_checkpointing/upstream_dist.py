@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -114,6 +115,13 @@ class UpstreamTable:
     metadata: Metadata
     slices: Mapping[str, SavedSlice]
 
+    def read(self, reader: BoxReader, name: str) -> Tensor:
+        """A whole tensor of ours. Raises CheckpointError."""
+        key, layer, _ = self.slices[name]
+        if layer is None:
+            return reader.read_whole(key)
+        return reader.read_region(key, ((layer, 1), *((0, size) for size in reader.find(key).size[1:])))[0]
+
 
 @dataclasses.dataclass(frozen=True)
 class CommonState:
@@ -159,18 +167,21 @@ def find_upstream_checkpoint(root: Path, iteration: int | None = None, *, or_our
     """
     if (root / METADATA_NAME).is_file():
         return root if _is_upstream(root, or_ours=or_ours) else None
-    if iteration is not None:
-        candidates = [iteration_directory(root, iteration)]
-    else:
-        tracker = root / TRACKER_NAME
+    newest = [iteration_directory(root, saved) for saved in saved_iterations(root)[:1]]
+    candidates = list_named(root, iteration) or newest
+    return next((path for path in candidates if _is_upstream(path, or_ours=or_ours)), None)
+
+
+def list_named(root: Path, iteration: int | None) -> list[Path]:
+    """The directory in `root` of this iteration, or the one that the tracker names; nothing where it names none."""
+    tracker = root / TRACKER_NAME
+    if iteration is None:
         with storage_errors(f"reading {tracker}"):
             text = read_file(tracker, 64).decode("ascii", "replace").strip() if tracker.is_file() else ""
-        candidates = [iteration_directory(root, saved) for saved in saved_iterations(root)[:1]]
         if text == RELEASE:
-            candidates = [root / text]
-        elif re.fullmatch("[0-9]{1,12}", text):
-            candidates = [iteration_directory(root, int(text))]
-    return next((path for path in candidates if _is_upstream(path, or_ours=or_ours)), None)
+            return [root / text]
+        iteration = int(text) if re.fullmatch("[0-9]{1,12}", text) else None
+    return [] if iteration is None else [iteration_directory(root, iteration)]
 
 
 def is_release(root: Path) -> bool:

@@ -33,7 +33,6 @@ from megatron.core.dist_checkpointing.safe_pickle import refuse_expanded
 from megatron.core.dist_checkpointing.saved_boxes import BoxReader, LazyTensor
 from megatron.core.dist_checkpointing.upstream_dist import (
     FLAT_KEY,
-    UpstreamTable,
     find_flat_shards,
     our_names,
     translate_table,
@@ -441,18 +440,9 @@ def read_reshaped_state(reader: BoxReader, args: Mapping[str, Any], group: Group
             weights[whole] = (sum(rows for rows, *_ in shapes), *shapes[0][1:])
 
         def read_weight(name: str) -> Tensor:
-            return torch.cat([_read_weight(reader, table, part) for part in sections.get(name, [name])])
+            return torch.cat([table.read(reader, part) for part in sections.get(name, [name])])
 
         state = FlatOptimizerState(buffers, weights, args, str(reader.directory))
         state.locate(read_weight, group)
         found |= state.tensors()
     return found
-
-
-def _read_weight(reader: BoxReader, table: UpstreamTable, name: str) -> Tensor:
-    saved = table.slices[name]
-    size = tuple(reader.find(saved.key).size)
-    whole = [(0, length) for length in size]
-    if saved.layer is None:
-        return reader.read_region(saved.key, tuple(whole))
-    return reader.read_region(saved.key, ((saved.layer, 1), *whole[1:]))[0]

@@ -19,6 +19,7 @@ from megatron.training.checkpoint.run_tensors import select_tensors
 from megatron.training.checkpoint.save_directories import (
     find_global_directory,
     find_local_directory,
+    find_lock,
     say_once,
     warn_once,
 )
@@ -43,7 +44,7 @@ def save_locally(run: Run, tensors: ShardedStateDict, documents: Mapping[str, An
         tensors, directory, run.progress.iteration, documents=documents, since=said["since"],
         layout=groups.grid.sizes, group=groups.world,
         replicas=_list_replicas(run) if settings.non_persistent_local_ckpt_algo == "fully_parallel" else (),
-        lock=next((lock for lock in run.save_locks if lock.covers(directory)), None),
+        lock=find_lock(run.save_locks, directory),
     )  # fmt: skip
     copying = find_copying(settings)
     partners = [] if copying is None else copying.list_partners(groups.world.rank())

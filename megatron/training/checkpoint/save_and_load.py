@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing import non_persistent, serialization
 from megatron.core.dist_checkpointing.agreement import on_first_rank
@@ -25,12 +25,13 @@ from megatron.core.dist_checkpointing.async_save import AsyncSaver
 from megatron.core.dist_checkpointing.crash_points import reach
 from megatron.core.dist_checkpointing.diagnosis import (
     explain_foreign_format,
-    explain_other_content,
+    explain_nothing,
     explain_wrong_level,
 )
 from megatron.core.dist_checkpointing.directory import FoundCheckpoint, find_checkpoint
 from megatron.core.dist_checkpointing.legacy import FILE_NAME, find_legacy_file
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, DamagedCheckpointError
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.upstream_dist import RELEASE, find_release, find_upstream_checkpoint
 from megatron.core.dist_checkpointing.verification import Look
 from megatron.core.errors import CheckpointError, say
@@ -46,8 +47,8 @@ from megatron.training.checkpoint.run_tensors import (
     build_sharded_model_state,
     build_sharded_optimizer_state,
 )
-from megatron.training.checkpoint.save_directories import find_global_directory, say_once, warn_once
-from megatron.training.checkpoint.save_for_upstream import save_for_upstream
+from megatron.training.checkpoint.save_directories import find_global_directory, find_lock, say_once, warn_once
+from megatron.training.checkpoint.save_for_upstream import save_torch, save_upstream_dist
 from megatron.training.checkpoint.sources import (
     CheckpointSource,
     ForeignSource,
@@ -57,7 +58,7 @@ from megatron.training.checkpoint.sources import (
     TorchDist,
 )
 from megatron.training.checkpoint.tokenizer_assets import list_tokenizer_files
-from megatron.training.config.checkpoint import FOR_UPSTREAM, CheckpointConfig, find_hf_directory
+from megatron.training.config.checkpoint import UPSTREAM_TORCH_DIST, CheckpointConfig, find_hf_directory
 from megatron.training.run import Run
 
 # ---- saving
@@ -72,14 +73,52 @@ def save_checkpoint(
     instead. ranks: whose random numbers this process saves, its own if empty. Raises StorageError on every rank when
     the disk is full or fails, or another run has taken the directory over; earlier checkpoints stay as they are.
     """
-    settings, world = run.config.checkpoint, run.groups.world
+    settings = run.config.checkpoint
     assert settings.save is not None
     reach("save-begun")
     # A checkpoint that does not stay is for this program alone.
-    if settings.ckpt_format in FOR_UPSTREAM and non_persistent_root is None:
-        path: Path | None = save_for_upstream(run)
+    kind = settings.ckpt_format if non_persistent_root is None else LOCAL if settings.saves_locally else None
+    path = SINKS.get(kind, _save_ours)(run, Wish(saver, non_persistent_root, ranks))
+    if path is not None:
         reach("save-done")
-        return path
+    return path
+
+
+class Wish(NamedTuple):
+    """What is asked of one save; see save_checkpoint."""
+
+    saver: AsyncSaver | None
+    non_persistent_root: Path | None
+    ranks: Collection[int]
+
+
+def _save_ours(run: Run, wish: Wish) -> Path | None:
+    tensors, documents = _gather_content(run, wish.ranks)
+    settings, root = run.config.checkpoint, Path(run.config.checkpoint.save or "")
+    if wish.non_persistent_root is not None:
+        documents[non_persistent.DOCUMENT] = non_persistent.build_document(root)
+        root = wish.non_persistent_root
+    # With it a checkpoint can be used where the tokenizer's own directory does not exist.
+    attachments = list_tokenizer_files(run.config.tokenizer) if settings.save_tokenizer_assets else {}
+    if run.recipe.foreign_files is not None:
+        attachments |= run.recipe.foreign_files.list_attachments(run.config)
+    save = serialization.save if wish.saver is None else wish.saver.start
+    reach("state-gathered")
+    return save(
+        tensors, root, run.progress.iteration, documents=documents, attachments=attachments, group=run.groups.world,
+        lock=find_lock(run.save_locks, root),
+    )  # fmt: skip
+
+
+def _save_on_nodes(run: Run, wish: Wish) -> Path:
+    tensors, documents = _gather_content(run, wish.ranks)
+    reach("state-gathered")
+    return save_locally(run, tensors, documents)
+
+
+def _gather_content(run: Run, ranks: Collection[int]) -> tuple[ShardedStateDict, dict[str, Any]]:
+    """The tensors that a checkpoint of ours has, and its documents by their names."""
+    settings, world = run.config.checkpoint, run.groups.world
     tensors = build_sharded_model_state(run)
     reach("weights-gathered")
     # With --no-save-optim the entries stay, as None: that tells a reader from a checkpoint that is damaged.
@@ -98,28 +137,17 @@ def save_checkpoint(
         for rank in ranks:
             tensors |= rng_state.build_sharded_rng_state(rank)
         documents[RNG] = rng_state.build_rng_document(world, run.groups.grid.sizes, ranks)
-    root = Path(settings.save)
-    if non_persistent_root is not None and settings.saves_locally:
-        reach("state-gathered")
-        path = save_locally(run, tensors, documents)
-        reach("save-done")
-        return path
-    if non_persistent_root is not None:
-        documents[non_persistent.DOCUMENT] = non_persistent.build_document(root)
-        root = non_persistent_root
-    # With it a checkpoint can be used where the tokenizer's own directory does not exist.
-    attachments = list_tokenizer_files(run.config.tokenizer) if settings.save_tokenizer_assets else {}
-    if run.recipe.foreign_files is not None:
-        attachments |= run.recipe.foreign_files.list_attachments(run.config)
-    save = serialization.save if saver is None else saver.start
-    reach("state-gathered")
-    path = save(
-        tensors, root, run.progress.iteration, documents=documents, attachments=attachments, group=world,
-        lock=next((lock for lock in run.save_locks if lock.covers(root)), None),
-    )  # fmt: skip
-    if path is not None:
-        reach("save-done")
-    return path
+    return tensors, documents
+
+
+LOCAL = "local"
+SINKS: Mapping[str | None, Callable[[Run, Wish], Path | None]] = {
+    "torch": lambda run, wish: save_torch(run),
+    UPSTREAM_TORCH_DIST: lambda run, wish: save_upstream_dist(run),
+    LOCAL: _save_on_nodes,
+}
+"""What saves a run in another way than ours, by --ckpt-format, and on the ranks' nodes. Every rank calls it, and it
+raises StorageError on every rank."""
 
 
 def convert_checkpoint(run: Run) -> None:
@@ -138,28 +166,37 @@ def load_checkpoint(run: Run) -> None:
     no checkpoint where one must be, when none is undamaged, or when it is of another model.
     """
     settings, world = run.config.checkpoint, run.groups.world
-    if (directory := find_hf_directory(settings.load)) is not None:
-        restore(run, ForeignSource(run, directory), weights_only=True)
-        return
     if settings.load is not None:
         root, step, weights_only = Path(settings.load), settings.ckpt_step, settings.finetune
         if step is None and (release := on_first_rank(world, lambda: find_release(root))) is not None:
             root, weights_only = release, True
         other = find_global_directory(settings, settings.load)
-        look = functools.partial(non_persistent.find_newest, root, other, step)
-        if (part := find_local_part(run, root)) is not None:
-            restore(run, LocalSource(run, part))
-        if (
-            part is not None
-            or _restore_upstream(run, root, step, weights_only=weights_only, non_persistent_root=other)
-            or _restore_newest_good(run, look, weights_only=weights_only)
-        ):
-            _override_iteration(run, settings.override_ckpt_iteration)
+        if _restore_from(run, Place(root, step, weights_only, other)):
             return
         _explain_missing(settings, root, world, run.config.model.perform_initialization)
     if settings.pretrained_checkpoint is not None:
-        step = settings.ckpt_step if settings.load is None else None
-        _load_pretrained(run, Path(settings.pretrained_checkpoint), step)
+        root, step = Path(settings.pretrained_checkpoint), settings.ckpt_step if settings.load is None else None
+        if not _restore_from(run, Place(root, step, True)):
+            raise CheckpointError(f"--pretrained-checkpoint {root} {explain_nothing(root)}")
+
+
+class Place(NamedTuple):
+    """Directory that a run is to go on from."""
+
+    root: Path
+    iteration: int | None
+    weights_only: bool
+    other: Path | None = None
+    """Of --load, where non-persistent checkpoints lie."""
+
+
+def _restore_from(run: Run, place: Place) -> bool:
+    """Go on from what a place holds; whether it holds anything."""
+    if any(way(run, place) for way in WAYS):
+        if place.other is not None and find_hf_directory(run.config.checkpoint.load) is None:
+            _override_iteration(run, run.config.checkpoint.override_ckpt_iteration)
+        return True
+    return False
 
 
 def _explain_missing(settings: CheckpointConfig, root: Path, world: Group, draws_weights: bool) -> None:
@@ -189,9 +226,27 @@ def _explain_missing(settings: CheckpointConfig, root: Path, world: Group, draws
     say_once(world, f"--load {root} {what} yet: starting from the beginning, with random weights")
 
 
-def _restore_newest_good(run: Run, look: Look, *, weights_only: bool) -> bool:
-    """Continue from the checkpoint that `look` finds, and where files of tensors turn out to be damaged, from the next
-    one; whether there is one."""
+def _restore_foreign(run: Run, place: Place) -> bool:
+    """Begin with the weights of a Hugging Face directory."""
+    if (directory := find_hf_directory(str(place.root))) is not None:
+        restore(run, ForeignSource(run, directory), weights_only=True)
+    return directory is not None
+
+
+def _restore_local(run: Run, place: Place) -> bool:
+    """Continue from the ranks' parts on their nodes."""
+    if place.other is not None and (part := find_local_part(run, place.root)) is not None:
+        restore(run, LocalSource(run, part))
+        return True
+    return False
+
+
+def _restore_newest_good(run: Run, place: Place) -> bool:
+    """Continue from the newest checkpoint with a manifest, and where files of tensors turn out to be damaged, from the
+    next one."""
+    look: Look = functools.partial(find_checkpoint, place.root, place.iteration)
+    if place.other is not None:
+        look = functools.partial(non_persistent.find_newest, place.root, place.other, place.iteration)
     damaged: dict[Path, str] = {}
     lacking: frozenset[str] | None = None
     while True:
@@ -199,7 +254,7 @@ def _restore_newest_good(run: Run, look: Look, *, weights_only: bool) -> bool:
         if found is None:
             return False
         try:
-            restore(run, _open_verified(run, found, lacking), weights_only=weights_only)
+            restore(run, _open_verified(run, found, lacking), weights_only=place.weights_only)
         except DamagedCheckpointError as error:
             # What it has left in the tensors is overwritten by the next one.
             damaged[found.path] = str(error)
@@ -241,11 +296,9 @@ def _override_iteration(run: Run, iteration: int | None) -> None:
     say_once(run.groups.world, f"iterations are counted on from {iteration} instead of {saved}")
 
 
-def _restore_upstream(
-    run: Run, root: Path, iteration: int | None, *, weights_only: bool, non_persistent_root: Path | None = None
-) -> bool:
-    """Continue from a checkpoint that upstream wrote, where `root` holds one; whether it does."""
-    world = run.groups.world
+def _restore_upstream(run: Run, place: Place) -> bool:
+    """Continue from a checkpoint that upstream wrote."""
+    root, iteration, weights_only, other = place
 
     def find() -> tuple[Path | None, Path | None]:
         found = find_upstream_checkpoint(root, iteration)
@@ -254,14 +307,14 @@ def _restore_upstream(
         file = None if found is not None or has_ours else find_legacy_file(root, iteration)
         # What has a manifest is verified before it is read, in whichever format it is.
         file = None if file is None or (file.parent.parent / MANIFEST_NAME).is_file() else file
-        if iteration is None and non_persistent_root is not None and (found or file) is not None:
-            newest = non_persistent.list_all_candidates(root, non_persistent_root, [])[0]
-            if newest.parent == non_persistent_root and _is_good(newest):
+        if iteration is None and other is not None and (found or file) is not None:
+            newest = non_persistent.list_all_candidates(root, other, [])[0]
+            if newest.parent == other and _is_good(newest):
                 return None, None
         return found, file
 
     # One rank looks, so that all agree. A release is weights to begin with, as in upstream's loader.
-    path, file = on_first_rank(world, find)
+    path, file = on_first_rank(run.groups.world, find)
     weights_only |= RELEASE in (path and path.name, file and file.parent.parent.name)
     if path is not None:
         restore(run, TorchDist(run, path), weights_only=weights_only)
@@ -279,14 +332,8 @@ def _is_good(path: Path) -> bool:
         return False
 
 
-def _load_pretrained(run: Run, root: Path, iteration: int | None) -> None:
-    """Weights only, from a checkpoint of ours or of upstream's."""
-    if (directory := find_hf_directory(str(root))) is not None:
-        restore(run, ForeignSource(run, directory), weights_only=True)
-        return
-    if _restore_upstream(run, root, iteration, weights_only=True):
-        return
-    if not _restore_newest_good(run, functools.partial(find_checkpoint, root, iteration), weights_only=True):
-        nothing = ("holds no checkpoint",)
-        what = explain_no_directory(root) or "; ".join(explain_other_content(root) or nothing)
-        raise CheckpointError(f"--pretrained-checkpoint {root} {what}")
+WAYS: Sequence[Callable[[Run, Place], bool]] = (
+    _restore_foreign, _restore_local, _restore_upstream, _restore_newest_good
+)  # fmt: skip
+"""Ways to go on from a place, the first that finds something there: each says whether it does. Every rank calls them,
+and they raise CheckpointError on every rank."""

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 
 from megatron.core.dist_checkpointing import non_persistent
@@ -106,6 +107,11 @@ def prepare_save(settings: CheckpointConfig, world: Group) -> list[DirectoryLock
             lock.release()
         raise
     return locks
+
+
+def find_lock(locks: Iterable[DirectoryLock], directory: Path) -> DirectoryLock | None:
+    """The lock among these that a directory is under; None without one."""
+    return next((lock for lock in locks if lock.covers(directory)), None)
 
 
 def refuse_to_undo(config: RunConfig, world: Group, progress: Progress) -> None:

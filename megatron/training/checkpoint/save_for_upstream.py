@@ -57,19 +57,11 @@ from megatron.core.stacked_parameters import list_parameters
 from megatron.training.checkpoint import to_upstream
 from megatron.training.checkpoint.layer_names import ask_for_sections
 from megatron.training.checkpoint.run_tensors import build_sharded_model_state, build_sharded_optimizer_state
-from megatron.training.checkpoint.save_directories import say_once
+from megatron.training.checkpoint.save_directories import find_lock, say_once
 from megatron.training.checkpoint.tokenizer_assets import list_tokenizer_files
 from megatron.training.run import Run
 
 MAIN_PARAM_PREFIX = f"{OPTIMIZER_PREFIX}fp32_param."
-
-
-def save_for_upstream(run: Run) -> Path:
-    """Save the run in the format of --ckpt-format, one of upstream's, and return the directory. Every rank calls this.
-
-    Raises StorageError on every rank.
-    """
-    return save_torch(run) if run.config.checkpoint.ckpt_format == "torch" else save_upstream_dist(run)
 
 
 def save_torch(run: Run) -> Path:
@@ -146,7 +138,7 @@ def save_upstream_dist(run: Run) -> Path:
 def _save_files(run: Run, write: Callable[[Path], Callable[[Path], Mapping[str, FileRecord]]]) -> Path:
     assert run.config.checkpoint.save is not None
     root = Path(run.config.checkpoint.save)
-    lock = next((lock for lock in run.save_locks if lock.covers(root)), None)
+    lock = find_lock(run.save_locks, root)
     return serialization.save_files(write, root, run.progress.iteration, group=run.groups.world, lock=lock)
 
 

@@ -14,11 +14,10 @@ import torch
 from megatron.core.config_base import get_settings, restore
 from megatron.core.device import current_device, is_cuda
 from megatron.core.dist_checkpointing import serialization
-from megatron.core.dist_checkpointing.diagnosis import explain_other_content
+from megatron.core.dist_checkpointing.diagnosis import explain_nothing
 from megatron.core.dist_checkpointing.mapping import model_state
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.mesh import size_problems
-from megatron.core.paths import explain_no_directory
 from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.stacked_parameters import list_parameters
@@ -127,8 +126,7 @@ def load_trained_model(
 def _find(root: Path, iteration: int | None, groups: ProcessGroupCollection) -> serialization.FoundCheckpoint:
     found = serialization.find(root, iteration, groups.world)
     if found is None:
-        what = explain_no_directory(root) or "; ".join(explain_other_content(root) or ["holds no checkpoint"])
-        raise CheckpointError(f"--load {root} {what}")
+        raise CheckpointError(f"--load {root} {explain_nothing(root)}")
     return found
 
 
