@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -48,16 +47,12 @@ OUR_FORMAT = "torch_dist"
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(LazyTensor):
     """A tensor in files; reading it raises CheckpointError."""
 
     key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
     boxes: Callable[[], Iterator[tuple[Box, Tensor]]]
     """The boxes it was saved in, each with its values."""
-    read: Callable[[], Tensor]
-    """The whole tensor."""
     valid_rows: int | None = None
     """Rows of dimension 0 that mean something; None for all of them."""
 
@@ -141,13 +136,13 @@ def _open_torch_dist(path: Path) -> StoredCheckpoint:
     reader = BoxReader(path, metadata)
     tensors = [
         StoredTensor(
-            key,
             tuple(entry.size),
             entry.properties.dtype,
-            functools.partial(reader.read_boxes, key),
             functools.partial(reader.read_whole, key),
+            key,
+            functools.partial(reader.read_boxes, key),
             valid_rows.get(key),
-        )
+        )  # fmt: skip
         for key, entry in sorted(entries.items())
         if isinstance(entry, TensorStorageMetadata)
     ]
@@ -187,4 +182,4 @@ def _open_legacy(path: Path) -> StoredCheckpoint:
 def _stored(key: str, data: LazyTensor) -> StoredTensor:
     """A tensor that is put together from the files of all ranks when it is used."""
     box = tuple((0, size) for size in data.shape)
-    return StoredTensor(key, data.shape, data.dtype, lambda: iter([(box, data.read())]), data.read)
+    return StoredTensor(data.shape, data.dtype, data.read, key, lambda: iter([(box, data.read())]))

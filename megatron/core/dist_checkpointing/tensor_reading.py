@@ -14,10 +14,11 @@ then refused, and loading another one fills them again.
 
 from __future__ import annotations
 
+import functools
 import io
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,8 @@ def read_tensors(
     tensors: ShardedStateDict,
     group: Group,
     *,
-    valid_rows: dict[str, int],
+    valid_rows: Mapping[str, int] | None = None,
+    is_upstream: bool = False,
     may_lack: bool = False,
     may_have_more: bool = False,
     unverified: Mapping[str, FileRecord] | None = None,
@@ -56,43 +58,43 @@ def read_tensors(
 ) -> KeyReport:
     """Fill the tensors of all members of `group` from the checkpoint in `directory`; returns what was tolerated.
 
-    valid_rows: see validation.list_wanted. may_lack, may_have_more: see validation.judge_wanted. unverified: files that
-    are to be compared with these records on the way; they are then read whole, each byte of them by one process at
-    least. replicas: groups whose members read a share each of what all of them want, and exchange it. Raises
-    CheckpointError on every member, DamagedCheckpointError where a file is not as its record says; the tensors may then
-    be filled with anything.
+    valid_rows: see validation.list_wanted. is_upstream: upstream wrote it, under its names; it says nowhere which rows
+    are padding. may_lack, may_have_more: see validation.judge_wanted. unverified: files that are to be compared with
+    these records on the way; they are then read whole, each byte of them by one process at least. replicas: groups
+    whose members read a share each of what all of them want, and exchange it. Raises CheckpointError on every member,
+    DamagedCheckpointError where a file is not as its record says; the tensors may then be filled with anything.
     """
+    own: list[_Plan] = []
 
-    def plan(metadata: Metadata) -> _Plan:
-        wanted, sources = list_wanted(tensors.values(), list_shapes(metadata), valid_rows)
-        reads = [read for key, saved in sources.items() for read in _list_reads(tensors[key], saved, metadata)]
-        return _Plan(metadata, metadata, wanted, reads)
+    def look() -> WantedTensors:
+        metadata = read_metadata(directory / METADATA_NAME)
+        table = translate_table(metadata) if is_upstream else None
+        named = metadata if table is None else table.metadata
+        wanted, sources = list_wanted(tensors.values(), list_shapes(named), valid_rows or {})
+        found = [(saved, read) for key, saved in sources.items() for read in _list_reads(tensors[key], saved, named)]
+        reads = [read if table is None else _read_slice(read, table.slices[saved]) for saved, read in found]
+        own.append(_Plan(metadata, named, wanted, reads))
+        return wanted
 
-    return _read(directory, group, plan, may_lack, may_have_more, unverified or {}, replicas)
+    def judge(everyone: list[WantedTensors]) -> list[KeyReport]:
+        """On the first process: do checkpoint and model fit?"""
+        saved = own[0].named.state_dict_metadata
+        report = judge_wanted(everyone, saved, may_lack=may_lack, may_have_more=may_have_more)
+        return [report] * len(everyone)
+
+    with dcp_errors("reading", directory):
+        report = join_ranks(group).reduce_scatter("plan", look, judge)
+    try:
+        with dcp_errors("reading", directory):
+            shared = _read_share(directory, group, own[0], unverified or {}, replicas)
+    except DamagedCheckpointError as error:
+        error.lacking = frozenset(report.lacking)
+        raise
+    exchange(shared)
+    return report
 
 
-def read_upstream_tensors(
-    directory: Path,
-    tensors: ShardedStateDict,
-    group: Group,
-    *,
-    may_lack: bool = False,
-    may_have_more: bool = False,
-    replicas: Sequence[Group] = (),
-) -> KeyReport:
-    """The same from a checkpoint that upstream wrote, which says nowhere which rows are padding."""
-
-    def plan(metadata: Metadata) -> _Plan:
-        table = translate_table(metadata)
-        wanted, sources = list_wanted(tensors.values(), list_shapes(table.metadata), {})
-        reads = [
-            _read_slice(read, table.slices[saved])
-            for key, saved in sources.items()
-            for read in _list_reads(tensors[key], saved, table.metadata)
-        ]
-        return _Plan(metadata, table.metadata, wanted, reads)
-
-    return _read(directory, group, plan, may_lack, may_have_more, {}, replicas)
+read_upstream_tensors = functools.partial(read_tensors, is_upstream=True)
 
 
 class _Plan(NamedTuple):
@@ -104,40 +106,6 @@ class _Plan(NamedTuple):
     """The same under our names."""
     wanted: WantedTensors
     reads: list[Read]
-
-
-def _read(
-    directory: Path,
-    group: Group,
-    plan: Callable[[Metadata], _Plan],
-    may_lack: bool,
-    may_have_more: bool,
-    unverified: Mapping[str, FileRecord],
-    replicas: Sequence[Group],
-) -> KeyReport:
-    own: list[_Plan] = []
-
-    def look() -> WantedTensors:
-        own.append(plan(read_metadata(directory / METADATA_NAME)))
-        return own[0].wanted
-
-    def judge(everyone: list[WantedTensors]) -> list[KeyReport]:
-        """On the first process: do checkpoint and model fit?"""
-        report = judge_wanted(
-            everyone, own[0].named.state_dict_metadata, may_lack=may_lack, may_have_more=may_have_more
-        )
-        return [report] * len(everyone)
-
-    with dcp_errors("reading", directory):
-        report = join_ranks(group).reduce_scatter("plan", look, judge)
-    try:
-        with dcp_errors("reading", directory):
-            shared = _read_share(directory, group, own[0], unverified, replicas)
-    except DamagedCheckpointError as error:
-        error.lacking = frozenset(report.lacking)
-        raise
-    exchange(shared)
-    return report
 
 
 def _read_share(

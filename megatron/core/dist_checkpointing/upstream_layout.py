@@ -301,17 +301,9 @@ def place_in_joined_buckets(
 
     total: elements. bucket_size: from which number of elements on upstream closed a bucket; None for never.
     """
-    slots: list[BucketSlot] = []
-    base = end = 0
-    for parameter in reversed(parameters):
-        start = base + _align(end - base)
-        if parameter.is_alone and end > base:
-            base = start
-        slots.append(BucketSlot(0, start))
-        end = start + parameter.numel
-        if parameter.is_alone or (bucket_size is not None and end - base >= bucket_size):
-            base = end
-    return slots[::-1] if end == total else None
+    slots, sizes = fill_buckets(parameters, bucket_size, BucketPadding(1))
+    starts = list(itertools.accumulate(sizes, initial=0))
+    return [BucketSlot(0, starts[slot.bucket] + slot.start) for slot in slots] if starts[-1] == total else None
 
 
 def fill_buckets(

@@ -43,7 +43,7 @@ def save_locally(run: Run, tensors: ShardedStateDict, documents: Mapping[str, An
     path = local_checkpoints.save(
         tensors, directory, run.progress.iteration, documents=documents, since=said["since"],
         layout=groups.grid.sizes, group=groups.world,
-        replicas=_list_replicas(run) if settings.non_persistent_local_ckpt_algo == "fully_parallel" else (),
+        replicas=list_replicas(run) if settings.non_persistent_local_ckpt_algo == "fully_parallel" else (),
         lock=find_lock(run.save_locks, directory),
     )  # fmt: skip
     copying = find_copying(settings)
@@ -105,5 +105,6 @@ def find_local_part(run: Run, root: Path) -> FoundPart | None:
     return found
 
 
-def _list_replicas(run: Run) -> tuple[Group, Group]:
+def list_replicas(run: Run) -> tuple[Group, Group]:
+    """The groups whose members hold the same: dense weights, experts."""
     return run.groups.get_replicas(of_experts=False), run.groups.get_replicas(of_experts=True)

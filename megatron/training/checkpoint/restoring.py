@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.validation import ModelMismatchError, shorten_list
 from megatron.core.errors import CheckpointError
-from megatron.core.process_groups_config import Group
 from megatron.core.tensor_parallel.fp8_products import recall_fallbacks
 from megatron.training.checkpoint import rng_state, upcycling
 from megatron.training.checkpoint.differences import (
@@ -19,9 +17,10 @@ from megatron.training.checkpoint.differences import (
     refuse_another_function,
 )
 from megatron.training.checkpoint.layer_names import find_renaming, rename_tensors
+from megatron.training.checkpoint.local_saves import list_replicas
 from megatron.training.checkpoint.run_tensors import build_sharded_fallbacks, select_tensors
 from megatron.training.checkpoint.save_directories import say_once, warn_once
-from megatron.training.checkpoint.sources import CheckpointSource
+from megatron.training.checkpoint.sources import CheckpointSource, Filling
 from megatron.training.config.checkpoint import STRICTNESS
 from megatron.training.run import Run
 
@@ -92,14 +91,17 @@ def _fill(
 ) -> None:
     """Fill the tensors with what --dist-ckpt-strictness tolerates, and say what it has tolerated. from_dense: the
     checkpoint is of a dense model, whose MLPs become experts."""
-    strictness, replicas = STRICTNESS[run.config.checkpoint.dist_ckpt_strictness], _list_replicas(run, from_dense)
+    settings = run.config.checkpoint
+    strictness = STRICTNESS[settings.dist_ckpt_strictness]
     # With --no-initialization a weight that the checkpoint lacks would hold whatever was in memory.
     may_lack = strictness.may_lack and run.config.model.perform_initialization
+    # What experts are made of stands in host memory, and does not travel over the devices' network.
+    is_shared = settings.ckpt_fully_parallel_load and not from_dense
+    tolerated = {"may_lack": may_lack, "may_have_more": strictness.may_have_more}
+    wish = Filling(list_replicas(run) if is_shared else (), with_state, tolerated)
     try:
         with upcycling.load_as_dense(run, tensors) if from_dense else contextlib.nullcontext(tensors) as asked:
-            report = source.fill(
-                asked, replicas, with_state=with_state, may_lack=may_lack, may_have_more=strictness.may_have_more
-            )
+            report = source.fill(asked, wish)
     except ModelMismatchError as error:
         raise CheckpointError(f"{source.path}: {error}{describe_shape_differences(changes)}") from None
     for keys, what in (
@@ -109,11 +111,3 @@ def _fill(
         if keys:
             lines = [f"{source.path}: these tensors {what}:", *shorten_list(keys)]
             warn_once(run.groups.world, "\n    ".join(lines))
-
-
-def _list_replicas(run: Run, from_dense: bool) -> Sequence[Group]:
-    """With --ckpt-fully-parallel-load, the groups whose members share the reading: of dense weights, of experts."""
-    # What experts are made of stands in host memory, and does not travel over the devices' network.
-    if from_dense or not run.config.checkpoint.ckpt_fully_parallel_load:
-        return ()
-    return run.groups.get_replicas(of_experts=False), run.groups.get_replicas(of_experts=True)

@@ -78,13 +78,13 @@ def save_checkpoint(
     reach("save-begun")
     # A checkpoint that does not stay is for this program alone.
     kind = settings.ckpt_format if non_persistent_root is None else LOCAL if settings.saves_locally else None
-    path = SINKS.get(kind, _save_ours)(run, Wish(saver, non_persistent_root, ranks))
+    path = SINKS.get(kind, _save_ours)(run, SaveWish(saver, non_persistent_root, ranks))
     if path is not None:
         reach("save-done")
     return path
 
 
-class Wish(NamedTuple):
+class SaveWish(NamedTuple):
     """What is asked of one save; see save_checkpoint."""
 
     saver: AsyncSaver | None
@@ -92,7 +92,7 @@ class Wish(NamedTuple):
     ranks: Collection[int]
 
 
-def _save_ours(run: Run, wish: Wish) -> Path | None:
+def _save_ours(run: Run, wish: SaveWish) -> Path | None:
     tensors, documents = _gather_content(run, wish.ranks)
     settings, root = run.config.checkpoint, Path(run.config.checkpoint.save or "")
     if wish.non_persistent_root is not None:
@@ -110,7 +110,7 @@ def _save_ours(run: Run, wish: Wish) -> Path | None:
     )  # fmt: skip
 
 
-def _save_on_nodes(run: Run, wish: Wish) -> Path:
+def _save_on_nodes(run: Run, wish: SaveWish) -> Path:
     tensors, documents = _gather_content(run, wish.ranks)
     reach("state-gathered")
     return save_locally(run, tensors, documents)
@@ -141,7 +141,7 @@ def _gather_content(run: Run, ranks: Collection[int]) -> tuple[ShardedStateDict,
 
 
 LOCAL = "local"
-SINKS: Mapping[str | None, Callable[[Run, Wish], Path | None]] = {
+SINKS: Mapping[str | None, Callable[[Run, SaveWish], Path | None]] = {
     "torch": lambda run, wish: save_torch(run),
     UPSTREAM_TORCH_DIST: lambda run, wish: save_upstream_dist(run),
     LOCAL: _save_on_nodes,
@@ -171,16 +171,16 @@ def load_checkpoint(run: Run) -> None:
         if step is None and (release := on_first_rank(world, lambda: find_release(root))) is not None:
             root, weights_only = release, True
         other = find_global_directory(settings, settings.load)
-        if _restore_from(run, Place(root, step, weights_only, other)):
+        if _restore_from(run, LoadPlace(root, step, weights_only, other)):
             return
         _explain_missing(settings, root, world, run.config.model.perform_initialization)
     if settings.pretrained_checkpoint is not None:
         root, step = Path(settings.pretrained_checkpoint), settings.ckpt_step if settings.load is None else None
-        if not _restore_from(run, Place(root, step, True)):
+        if not _restore_from(run, LoadPlace(root, step, True)):
             raise CheckpointError(f"--pretrained-checkpoint {root} {explain_nothing(root)}")
 
 
-class Place(NamedTuple):
+class LoadPlace(NamedTuple):
     """Directory that a run is to go on from."""
 
     root: Path
@@ -190,7 +190,7 @@ class Place(NamedTuple):
     """Of --load, where non-persistent checkpoints lie."""
 
 
-def _restore_from(run: Run, place: Place) -> bool:
+def _restore_from(run: Run, place: LoadPlace) -> bool:
     """Go on from what a place holds; whether it holds anything."""
     if any(way(run, place) for way in WAYS):
         if place.other is not None and find_hf_directory(run.config.checkpoint.load) is None:
@@ -226,14 +226,14 @@ def _explain_missing(settings: CheckpointConfig, root: Path, world: Group, draws
     say_once(world, f"--load {root} {what} yet: starting from the beginning, with random weights")
 
 
-def _restore_foreign(run: Run, place: Place) -> bool:
+def _restore_foreign(run: Run, place: LoadPlace) -> bool:
     """Begin with the weights of a Hugging Face directory."""
     if (directory := find_hf_directory(str(place.root))) is not None:
         restore(run, ForeignSource(run, directory), weights_only=True)
     return directory is not None
 
 
-def _restore_local(run: Run, place: Place) -> bool:
+def _restore_local(run: Run, place: LoadPlace) -> bool:
     """Continue from the ranks' parts on their nodes."""
     if place.other is not None and (part := find_local_part(run, place.root)) is not None:
         restore(run, LocalSource(run, part))
@@ -241,7 +241,7 @@ def _restore_local(run: Run, place: Place) -> bool:
     return False
 
 
-def _restore_newest_good(run: Run, place: Place) -> bool:
+def _restore_newest_good(run: Run, place: LoadPlace) -> bool:
     """Continue from the newest checkpoint with a manifest, and where files of tensors turn out to be damaged, from the
     next one."""
     look: Look = functools.partial(find_checkpoint, place.root, place.iteration)
@@ -296,7 +296,7 @@ def _override_iteration(run: Run, iteration: int | None) -> None:
     say_once(run.groups.world, f"iterations are counted on from {iteration} instead of {saved}")
 
 
-def _restore_upstream(run: Run, place: Place) -> bool:
+def _restore_upstream(run: Run, place: LoadPlace) -> bool:
     """Continue from a checkpoint that upstream wrote."""
     root, iteration, weights_only, other = place
 
@@ -332,7 +332,7 @@ def _is_good(path: Path) -> bool:
         return False
 
 
-WAYS: Sequence[Callable[[Run, Place], bool]] = (
+WAYS: Sequence[Callable[[Run, LoadPlace], bool]] = (
     _restore_foreign, _restore_local, _restore_upstream, _restore_newest_good
 )  # fmt: skip
 """Ways to go on from a place, the first that finds something there: each says whether it does. Every rank calls them,

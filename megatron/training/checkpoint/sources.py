@@ -49,6 +49,7 @@ from megatron.training.checkpoint import rng_state, upcycling
 from megatron.training.checkpoint.differences import Change, find_changes
 from megatron.training.checkpoint.documents import CONFIG, RNG, read_rng, read_state
 from megatron.training.checkpoint.layer_names import ask_for_sections
+from megatron.training.checkpoint.local_saves import list_replicas
 from megatron.training.checkpoint.save_directories import warn_once
 from megatron.training.config.checkpoint import HF_PREFIX
 from megatron.training.config.container import RunConfig
@@ -67,6 +68,17 @@ class SavedState(NamedTuple):
     """As `optimizer.load_numbers` takes it; it and the next one count only where they are asked for."""
     scheduler: Mapping[str, Any]
     hooks: dict[str, Any]
+
+
+class Filling(NamedTuple):
+    """Choices of a run that tensors are filled for."""
+
+    replicas: Sequence[Group]
+    """Groups whose members share the reading, where the format can."""
+    with_state: bool
+    """Main parameters are among the tensors, maybe the optimizer's other state, too."""
+    tolerated: Mapping[str, Any]
+    """may_lack and may_have_more, see validation.judge_wanted."""
 
 
 class CheckpointSource(ABC):
@@ -98,15 +110,8 @@ class CheckpointSource(ABC):
         return None
 
     @abstractmethod
-    def fill(
-        self, tensors: ShardedStateDict, replicas: Sequence[Group], *, with_state: bool, **tolerated: bool
-    ) -> KeyReport:
-        """Fill the tensors of all ranks; returns what was tolerated.
-
-        replicas: groups whose members share the reading, where the format can. with_state: main parameters are among
-        the tensors, maybe the optimizer's other state, too. tolerated: may_lack, may_have_more, see
-        validation.judge_wanted.
-        """
+    def fill(self, tensors: ShardedStateDict, wish: Filling) -> KeyReport:
+        """Fill the tensors of all ranks; returns what was tolerated."""
 
 
 # ---- ours
@@ -147,10 +152,8 @@ class OurSource(CheckpointSource):
             warn_once(self._world, f"random numbers start from --seed instead of continuing: {reason}")
         return document if reason is None else None
 
-    def fill(
-        self, tensors: ShardedStateDict, replicas: Sequence[Group], *, with_state: bool, **tolerated: bool
-    ) -> KeyReport:
-        report = serialization.load(tensors, self._found, self._world, replicas=replicas, **tolerated)
+    def fill(self, tensors: ShardedStateDict, wish: Filling) -> KeyReport:
+        report = serialization.load(tensors, self._found, self._world, replicas=wish.replicas, **wish.tolerated)
         spoiled = sorted(set(report.lacking) - self._filled_but) if self._filled_but is not None else []
         if spoiled:
             raise CheckpointError(
@@ -168,12 +171,8 @@ class LocalSource(OurSource):
         super().__init__(run, part.checkpoint)
         self._part = part
 
-    def fill(
-        self, tensors: ShardedStateDict, replicas: Sequence[Group], *, with_state: bool, **tolerated: bool
-    ) -> KeyReport:
-        groups = self._run.groups
-        of_save = (groups.get_replicas(of_experts=False), groups.get_replicas(of_experts=True))
-        local_checkpoints.load(tensors, self._part, group=self._world, replicas=of_save)
+    def fill(self, tensors: ShardedStateDict, wish: Filling) -> KeyReport:
+        local_checkpoints.load(tensors, self._part, group=self._world, replicas=list_replicas(self._run))
         return KeyReport((), ())
 
 
@@ -227,17 +226,15 @@ class TorchDist(_UpstreamSource):
             on_first_rank(self._world, refuse_unusable)
         return super().read_state(with_optimizer=with_optimizer)
 
-    def fill(
-        self, tensors: ShardedStateDict, replicas: Sequence[Group], *, with_state: bool, **tolerated: bool
-    ) -> KeyReport:
+    def fill(self, tensors: ShardedStateDict, wish: Filling) -> KeyReport:
         reshaped = {}
-        if with_state:
+        if wish.with_state:
             reader = with_everyone(self._world, lambda: BoxReader(self.path, read_metadata(self.path / METADATA_NAME)))
             reshaped = read_reshaped_state(reader, self._common.args, self._world)
         # There each section of a mixer is a tensor of its own; in flat buckets, which were put together, it is not.
         others = {key: tensor for key, tensor in tensors.items() if key not in reshaped}
         asked = ask_for_sections(self._config.model, others)
-        report = read_upstream_tensors(self.path, asked, self._world, replicas=replicas, **tolerated)
+        report = read_upstream_tensors(self.path, asked, self._world, replicas=wish.replicas, **wish.tolerated)
         flat = {key: tensor for key, tensor in tensors.items() if key in reshaped}
         fill_from_full(flat, reshaped, self._world, may_have_more=True)
         return report
@@ -264,10 +261,8 @@ class RankFiles(_UpstreamSource):
             self.notes = [f"{len(self._content.ignored)} entries without weights (_extra_state) were ignored"]
         return super().read_state(with_optimizer=with_optimizer)
 
-    def fill(
-        self, tensors: ShardedStateDict, replicas: Sequence[Group], *, with_state: bool, **tolerated: bool
-    ) -> KeyReport:
-        return fill_from_full(tensors, self._content.tensors, self._world, **tolerated)
+    def fill(self, tensors: ShardedStateDict, wish: Filling) -> KeyReport:
+        return fill_from_full(tensors, self._content.tensors, self._world, **wish.tolerated)
 
 
 def _find_upstream_changes(common: CommonState, config: RunConfig) -> list[Change]:
@@ -318,7 +313,5 @@ class ForeignSource(CheckpointSource):
     def read_state(self, *, with_optimizer: bool) -> SavedState:
         return SavedState({}, {}, {}, {})
 
-    def fill(
-        self, tensors: ShardedStateDict, replicas: Sequence[Group], *, with_state: bool, **tolerated: bool
-    ) -> KeyReport:
-        return self._model.load(tensors, self._world, **tolerated)
+    def fill(self, tensors: ShardedStateDict, wish: Filling) -> KeyReport:
+        return self._model.load(tensors, self._world, **wish.tolerated)

@@ -20,7 +20,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 
+from megatron.core.dist_checkpointing.legacy import fill_from_full
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
+from megatron.core.dist_checkpointing.saved_boxes import LazyTensor
 from megatron.core.dist_checkpointing.upstream_dist import name_upstream
 from megatron.core.dist_checkpointing.upstream_layout import (
     BucketPadding,
@@ -29,7 +32,9 @@ from megatron.core.dist_checkpointing.upstream_layout import (
     fill_buckets,
     place_in_buckets,
 )
+from megatron.core.dist_checkpointing.validation import ModelMismatchError
 from megatron.core.errors import CheckpointError
+from megatron.core.process_groups_config import SingleRankGroup
 from megatron.training.run import Run
 from tests.support.tiny_training import prepare, values
 from tests.support.upstream_files import DistFiles, Full, Writer
@@ -351,3 +356,13 @@ def test_weights_that_torch_saved_of_upstreams_modules(is_plain: bool, tmp_path:
     assert code == 1 and "takes it with --finetune" in out
     name = "state_dict" if is_plain else "torch_dcp"
     assert tool.read_json("inspect_checkpoint.py", tmp_path)["format"] == f"{name} (upstream)"
+
+
+def test_files_of_ranks_may_have_more_than_the_model_where_that_is_tolerated() -> None:
+    weights = {name: LazyTensor.of(torch.arange(4.0)) for name in ("decoder.a", "decoder.b")}
+    tensor = ShardedTensor.whole("decoder.a", torch.zeros(4, dtype=torch.float64))
+    fill = functools.partial(fill_from_full, {tensor.key: tensor}, weights, SingleRankGroup())
+    with pytest.raises(ModelMismatchError, match="decoder.b is in the checkpoint only"):
+        fill()
+    assert fill(may_have_more=True).surplus == ("decoder.b",)
+    assert tensor.data.tolist() == [0, 1, 2, 3]
