@@ -78,31 +78,23 @@ def save_checkpoint(
     reach("save-begun")
     # A checkpoint that does not stay is for this program alone.
     kind = settings.ckpt_format if non_persistent_root is None else LOCAL if settings.saves_locally else None
-    path = SINKS.get(kind, _save_ours)(run, SaveWish(saver, non_persistent_root, ranks))
+    path = SINKS.get(kind, _save_ours)(run, saver, non_persistent_root, ranks)
     if path is not None:
         reach("save-done")
     return path
 
 
-class SaveWish(NamedTuple):
-    """What is asked of one save; see save_checkpoint."""
-
-    saver: AsyncSaver | None
-    non_persistent_root: Path | None
-    ranks: Collection[int]
-
-
-def _save_ours(run: Run, wish: SaveWish) -> Path | None:
-    tensors, documents = _gather_content(run, wish.ranks)
+def _save_ours(run: Run, saver: AsyncSaver | None, other: Path | None, ranks: Collection[int]) -> Path | None:
+    tensors, documents = _gather_content(run, ranks)
     settings, root = run.config.checkpoint, Path(run.config.checkpoint.save or "")
-    if wish.non_persistent_root is not None:
+    if other is not None:
         documents[non_persistent.DOCUMENT] = non_persistent.build_document(root)
-        root = wish.non_persistent_root
+        root = other
     # With it a checkpoint can be used where the tokenizer's own directory does not exist.
     attachments = list_tokenizer_files(run.config.tokenizer) if settings.save_tokenizer_assets else {}
     if run.recipe.foreign_files is not None:
         attachments |= run.recipe.foreign_files.list_attachments(run.config)
-    save = serialization.save if wish.saver is None else wish.saver.start
+    save = serialization.save if saver is None else saver.start
     reach("state-gathered")
     return save(
         tensors, root, run.progress.iteration, documents=documents, attachments=attachments, group=run.groups.world,
@@ -110,8 +102,8 @@ def _save_ours(run: Run, wish: SaveWish) -> Path | None:
     )  # fmt: skip
 
 
-def _save_on_nodes(run: Run, wish: SaveWish) -> Path:
-    tensors, documents = _gather_content(run, wish.ranks)
+def _save_on_nodes(run: Run, saver: AsyncSaver | None, other: Path | None, ranks: Collection[int]) -> Path:
+    tensors, documents = _gather_content(run, ranks)
     reach("state-gathered")
     return save_locally(run, tensors, documents)
 
@@ -141,9 +133,9 @@ def _gather_content(run: Run, ranks: Collection[int]) -> tuple[ShardedStateDict,
 
 
 LOCAL = "local"
-SINKS: Mapping[str | None, Callable[[Run, SaveWish], Path | None]] = {
-    "torch": lambda run, wish: save_torch(run),
-    UPSTREAM_TORCH_DIST: lambda run, wish: save_upstream_dist(run),
+SINKS: Mapping[str | None, Callable[..., Path | None]] = {
+    "torch": lambda run, *_: save_torch(run),
+    UPSTREAM_TORCH_DIST: lambda run, *_: save_upstream_dist(run),
     LOCAL: _save_on_nodes,
 }
 """What saves a run in another way than ours, by --ckpt-format, and on the ranks' nodes. Every rank calls it, and it

@@ -1,14 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints that a run may go on from, whatever their format: restoring.py asks the same of all of them.
 
-| source        | what it is                                                                           |
-|---------------|--------------------------------------------------------------------------------------|
-| OurSource     | a checkpoint of ours                                                                 |
-| LocalSource   | the parts of one on the ranks' nodes                                                 |
-| TorchDist     | upstream's torch_dist, and what torch.distributed.checkpoint saves of modules        |
-| RankFiles     | upstream's torch: a file of each model-parallel rank                                 |
-| ForeignSource | another program's model files, through what the recipe brings along                  |
-
 From one of upstream's go on weights, optimizer state, iteration, consumed samples and learning-rate schedule. Random
 numbers start from --seed: upstream's generators are drawn from in another order, so that their states would not give
 upstream's dropout masks here.
