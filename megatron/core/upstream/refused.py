@@ -35,9 +35,7 @@ models.vision.vit_layer_specs get_vit_layer_with_transformer_engine_spec""",
     "experts' exchange runs beside computation by --overlap-moe-expert-parallel-comm":
         "models.common.model_chunk_schedule_plan TransformerModelChunkSchedulePlan",
     "attention is SelfAttention or MLASelfAttention; give one of your own by --spec or in a ModuleSpec": """
-models.gpt.experimental_attention_variant_module_specs _get_backend_spec_provider is_linear_attention_variant
-    get_transformer_block_with_experimental_attention_variant_spec
-    get_transformer_layer_with_experimental_attention_variant_spec is_gated_delta_net_variant""",
+models.gpt.experimental_attention_variant_module_specs _get_backend_spec_provider""",
     "an indexer is built with the attention it chooses for, by get_dsa_module_spec_for_backend(config)":
         "models.gpt.experimental_attention_variant_module_specs DSAIndexer",
     "each SparseCore's take_loss() gives its indexer's loss; a run logs them by itself":

@@ -16,7 +16,12 @@ from megatron.core.extensions.transformer_engine import (
     TENorm,
     TERowParallelLinear,
 )
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_sparse_attention_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
+    get_gpt_layer_local_spec,
+    get_sparse_attention_spec,
+)
 from megatron.core.taken_arguments import take_arguments
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.config_fields.positions import compute_yarn_magnitude
@@ -24,6 +29,7 @@ from megatron.core.transformer.core_attention.dot_product_attention import DotPr
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.sparse_attention import build_hadamard
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -124,6 +130,30 @@ def get_gpt_modelopt_spec(
 def get_dsa_module_spec_for_backend(config: TransformerConfig, backend: Any = None) -> ModuleSpec:
     """The spec of latent attention to keys that an indexer chooses. backend: changes nothing."""
     return get_sparse_attention_spec()
+
+
+def get_transformer_block_with_experimental_attention_variant_spec(
+    config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None
+) -> TransformerBlockSubmodules:
+    """The spec of a stage's layers, each with the attention that the config says."""
+    return get_gpt_decoder_block_spec(config, vp_stage=vp_stage, pp_rank=pp_rank)
+
+
+def get_transformer_layer_with_experimental_attention_variant_spec(
+    config: TransformerConfig, backend: Any = None
+) -> list[ModuleSpec]:
+    """The specs of all layers of the decoder. backend: changes nothing."""
+    return get_gpt_decoder_layer_specs(config)
+
+
+def is_gated_delta_net_variant(experimental_attention_variant: str | None) -> bool:
+    """Return True for a value of --experimental-attention-variant that is a gated delta net."""
+    return experimental_attention_variant in ("gdn", "gdn2", "gated_delta_net")
+
+
+def is_linear_attention_variant(experimental_attention_variant: str | None) -> bool:
+    """Return True for a value of --experimental-attention-variant whose attention is linear in the length."""
+    return is_gated_delta_net_variant(experimental_attention_variant)
 
 
 def rotate_activation(x: Tensor) -> Tensor:

@@ -59,6 +59,9 @@ models.common.embeddings .transformer.config_fields.positions _yarn_get_mscale=c
 models.common.embeddings.yarn_rotary_pos_embedding @specs _yarn_get_concentration_factor_from_config
 models.common.language_module.language_module .models.common.language_module LanguageModule
 models.gpt.experimental_attention_variant_module_specs @specs get_dsa_module_spec_for_backend
+    get_transformer_block_with_experimental_attention_variant_spec
+    get_transformer_layer_with_experimental_attention_variant_spec is_gated_delta_net_variant
+    is_linear_attention_variant
 models.gpt.moe_module_specs .transformer.mlp MLPSubmodules
 models.gpt.moe_module_specs .models.gpt.gpt_layer_specs get_moe_module_spec
 models.mamba .models.hybrid.hybrid_model MambaModel

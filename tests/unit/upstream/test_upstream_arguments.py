@@ -218,5 +218,11 @@ def test_names_of_sparse_attention() -> None:
     for arguments in ((config,), (config, SimpleNamespace())):
         spec = find_spec(*arguments)
         assert (spec.module, spec.submodules.core_attention) == (SparseSelfAttention, SparseCore)
+    variants = "models.gpt.experimental_attention_variant_module_specs"
+    of_block = use(variants, "get_transformer_block_with_experimental_attention_variant_spec")(config, vp_stage=None)
+    of_layers = use(variants, "get_transformer_layer_with_experimental_attention_variant_spec")(config, None)
+    assert [spec.module for spec in (*of_block.layer_specs, *of_layers)] == [TransformerLayer] * 2
+    for name in ("is_linear_attention_variant", "is_gated_delta_net_variant"):
+        assert [use(variants, name)(each) for each in ("gated_delta_net", "dsa", None)] == [True, False, False]
     with pytest.raises(UnsupportedError, match="get_dsa_module_spec_for_backend"):
         use("models.gpt.experimental_attention_variant_module_specs", "DSAIndexer")(config)
