@@ -47,7 +47,7 @@ class ByteProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # What is printed next stands where the bar was.
+        # What is printed next takes the bar's place.
         if self._is_drawn:
             self._write("\r\x1b[K")
 

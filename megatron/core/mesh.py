@@ -228,7 +228,7 @@ DEFERS_WEIGHT_GRADIENTS = ("zb-h1", "zb-v")
 
 
 def schedule_problem(schedule: str, chunks: int) -> str | None:
-    """Return what stands against a pipeline schedule with so many chunks of layers on each stage."""
+    """Return why a pipeline schedule cannot have so many chunks of layers on each stage; None where it can."""
     written = f"--pipeline-schedule {schedule}"
     if schedule == "interleaved" and chunks == 1:
         return f"{written} needs several chunks per stage; add --num-virtual-stages-per-pipeline-rank"
@@ -276,7 +276,7 @@ class VirtualStages:
 
 
 def size_problems(world_size: int, sizes: dict[str, int]) -> list[str]:
-    """Return what stands against so many processes with these sizes of tp, cp, pp, ep and etp.
+    """Return the problems of so many processes with these sizes of tp, cp, pp, ep and etp.
 
     Experts are carved out of tensor x context x data parallelism; they do not multiply the world size.
     """
@@ -342,7 +342,7 @@ def list_rank_groups(sizes: dict[str, int], wanted: Set[str]) -> list[list[int]]
 
 
 def side_by_side_problem(schedule: str) -> str | None:
-    """Return what stands against overlapping the backwards of a pipeline schedule with its forwards."""
+    """Return why the backwards of a pipeline schedule cannot overlap its forwards; None where they can."""
     if schedule in ("1f1b", "interleaved"):
         return None
     return (

@@ -441,7 +441,7 @@ def get_placement(param: Tensor, name: str | None = None) -> Placement:
 
 
 def suggest_kind(name: str, shape: Sequence[int]) -> Kind:
-    """Return what a parameter is for which nobody has said it, by upstream's names and its shape.
+    """Return the kind of a parameter that was not declared, by upstream's names and its shape.
 
     >>> suggest_kind("decoder.layers.0.self_attention.q_layernorm.weight", (64,))
     'qk_norm'

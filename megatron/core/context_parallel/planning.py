@@ -30,8 +30,7 @@ from megatron.core.errors import ConfigError
 
 
 def cutting_problem(sequence: str, length: int, size: int) -> str | None:
-    """Return what stands against sharing a sequence, named so in the sentence, among `size` ranks; None where nothing
-    does."""
+    """Return why a sequence, named so in the sentence, cannot be shared among `size` ranks; None where it can."""
     if size == 1 or length % (2 * size) == 0:
         return None
     return (
@@ -162,7 +161,7 @@ def plan_step(lengths: Sequence[int], num_ranks: int, max_tokens_per_rank: int, 
         by_size[size].append(sample)
     work = [0.0] * num_ranks
     blocks: dict[tuple[int, int], tuple[int, ...]] = {}
-    # Large blocks first: afterwards only smaller ones follow, whose ranks lie inside one block and share its past.
+    # Large blocks first: afterwards only smaller ones follow, whose ranks are inside one block and share its past.
     for size in sorted(by_size, reverse=True):
         # Ties by number of the sample: every rank must come to the same plan without talking.
         expensive_first = sorted(by_size[size], key=lambda sample: (-lengths[sample], sample))

@@ -43,7 +43,7 @@ def shard_sequence(x: Tensor, rank: int, size: int, dim: int = 0) -> Tensor:
 
 
 def to_sequence_order(x: Tensor, size: int, dim: int = 0) -> Tensor:
-    """Put pieces that lie in rank order, as a gather over `size` ranks leaves them, into the order of the sequence."""
+    """Put pieces in rank order, as a gather over `size` ranks leaves them, into the order of the sequence."""
     if size == 1:
         return x
     pieces = _pieces(x, size, dim)
@@ -61,7 +61,7 @@ def to_rank_order(x: Tensor, size: int, dim: int = 0) -> Tensor:
 
 
 def list_positions_of_rank(length: int, rank: int, size: int, device: torch.device | None = None) -> Tensor:
-    """Return where in the whole sequence, of `length` tokens, this rank's tokens stand: int64 [length / size]."""
+    """Return the positions of this rank's tokens in the full sequence of `length` tokens: int64 [length / size]."""
     return shard_sequence(torch.arange(length, device=device), rank, size)
 
 

@@ -31,7 +31,7 @@ class DataSplit(Enum):
 def parse_blend(items: Sequence[str], flag: str = "--data-path") -> Blend:
     """Dataset prefixes, optionally each after its weight: `[a]`, `[a, b]`, `[0.3, a, 0.7, b]`. Looks at no file.
 
-    The same prefix may stand there twice. Raises ConfigError for weights that are missing, negative, zero, not finite.
+    The same prefix may occur twice. Raises ConfigError for weights that are missing, negative, zero, not finite.
     """
     texts = [item.strip() for item in items]
     if not texts or not all(texts):

@@ -128,7 +128,7 @@ class GPTFIMDataset(GPTDataset):
         if random.random() >= rate:
             return tokens
         tokenizer: Any = self.config.tokenizer
-        # Cut between characters, not between tokens: at inference the cursor may stand in the middle of a word.
+        # Cut between characters, not between tokens: at inference the cursor may be in the middle of a word.
         text: str = tokenizer.detokenize(tokens.tolist())
         if self.config.fim_no_prefix is not None and text.startswith(self.config.fim_no_prefix):
             return tokens

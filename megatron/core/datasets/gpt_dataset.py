@@ -332,7 +332,7 @@ class MockTokens:
         ids = np.arange(1, self.longest, dtype=np.int64)
         if vocab_size < self.longest:
             usable = [i for i in range(1, vocab_size) if i != eod] or [0]
-            # 0 is left out because it is often padding, and end of document must stand only at the end.
+            # 0 is left out because it is often padding, and end of document must be only at the end.
             ids = np.resize(np.asarray(usable, dtype=np.int64), self.longest - 1)
         self._counting = ids
 
@@ -389,7 +389,7 @@ def _causal_mask(length: int) -> torch.Tensor:
     return torch.from_numpy(attention_mask(length))
 
 
-# ---- what belongs to the tokens of one sample: where they stand, what they may see
+# ---- what belongs to the tokens of one sample: their positions, what they may see
 
 
 def position_ids(length: int, document_starts: Sequence[int] | Array = ()) -> Array:

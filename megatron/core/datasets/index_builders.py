@@ -56,7 +56,7 @@ def plan_epochs(tokens_per_epoch: int, num_samples: int | None, sequence_length:
 def build_document_index(documents: Array, plan: EpochPlan, random: np.random.RandomState) -> Array:
     """int32 [epochs * documents]: the given document numbers once per epoch, shuffled over all epochs.
 
-    A separate last epoch is shuffled by itself and stands at the end.
+    A separate last epoch is shuffled by itself and comes last.
     """
     parts = [plan.num_epochs - 1, 1] if plan.separate_last_epoch else [plan.num_epochs]
     documents = documents.astype(np.int32, copy=False)

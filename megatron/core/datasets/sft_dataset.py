@@ -83,7 +83,7 @@ class ConversationFile:
         return list(messages or [])
 
     def place(self, index: int) -> str:
-        """Return where a conversation stands, for messages."""
+        """Return the place of a conversation, for messages."""
         return f"{self.path}, line {int(self._lines[index, 2])}"
 
     def fingerprint(self) -> dict[str, Any]:
@@ -271,7 +271,7 @@ class SFTDataset(MegatronDataset):
         }
 
     def locate(self, index: int) -> str:
-        """Return where the first conversation of sample `index` stands, for messages."""
+        """Return the place of the first conversation of sample `index`, for messages."""
         return self.dataset.place(int(self.lines[int(self._conversations(index)[0])]))
 
     def summary(self) -> str:

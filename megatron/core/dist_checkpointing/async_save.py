@@ -3,15 +3,15 @@
 
     on the thread of training                 on a thread of each process
     begin: the directory, who writes what
-    snapshot into host memory            ->   write it here, or in a process of its own
+    snapshot into host memory            ->   write it here, or in a separate process
     training goes on                          report to the first process, through the job's key-value store
                                               first process: when all have reported, write the table of contents, the
                                               documents and the manifest, rename, move the tracker; report to all
     poll() or wait()                     <-   the outcome
 
-No thread takes part in a collective, which must come in the same order everywhere and would fall between those of
-training; no step waits for a device or for another process. What becomes visible is what serialization.save() writes,
-byte for byte but for the manifest's run_id.
+No thread takes part in a collective, which must come in the same order everywhere and would fall between training's; no
+step waits for a device or for another process. What becomes visible is what serialization.save() writes, byte for byte
+but for the manifest's run_id.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class SaveResult:
     problem: str | None
     """Reason that there is none."""
     stalled_seconds: float
-    """Seconds that training stood still for it: this process's own figure, like the next."""
+    """Seconds that training stood still for it: this process's figure, like the next."""
     elapsed_seconds: float
 
     def check(self) -> Path:
@@ -108,10 +108,10 @@ class AsyncSaver:
         lock: DirectoryLock | None = None,
         is_alone: bool = False,
     ) -> None:
-        """Begin a save; the arguments are those of serialization.save(). The tensors may change when this returns.
+        """Begin a save; takes the arguments of serialization.save(). The tensors may change when this returns.
 
         The one before must have come to its outcome. Raises StorageError, on every member, when the save cannot begin,
-        and CheckpointError for a directory of its own that holds something else.
+        and CheckpointError for a separate directory that holds something else.
         """
         assert self._save is None, "wait() for the save before"
         began_at = time.monotonic()
@@ -192,7 +192,7 @@ class _Save(threading.Thread):
         self._write, self._complete = write, complete
         self._temporary, self._rank, self._size = temporary, rank, target.world_size
         self._iteration = target.iteration
-        # Every save has a room of its own in the store: its directory has a random name.
+        # Every save has a separate prefix in the store: its directory has a random name.
         room = f"megatron/save/{self._temporary.name}"
         self._store = PrefixStore(room, rendezvous_store()) if self._size > 1 else None
         self._list_ended = list_ended

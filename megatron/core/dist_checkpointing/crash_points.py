@@ -5,8 +5,8 @@
     MEGATRON_CRASH_POINT=shard-begun:1               rank 1, the first time
     MEGATRON_CRASH_POINT=renamed:0:2                 rank 0, the second time
 
-`arm` reads that text, which megatron/training/launch/initialize.py hands over; `reach` stands at each place and costs a
-look into an empty dictionary. `python -m tests.faults.crash_matrix` goes through all of them.
+`arm` reads that text, which megatron/training/launch/initialize.py hands over; `reach` is called at each place and
+costs a look into an empty dictionary. `python -m tests.faults.crash_matrix` goes through all of them.
 """
 
 from __future__ import annotations

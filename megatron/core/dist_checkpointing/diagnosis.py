@@ -131,8 +131,8 @@ def diagnose(
 
 
 def explain_other_content(path: Path) -> tuple[str, str] | None:
-    """Return what lies in a directory that is no checkpoint of ours, as the end of a sentence, and what to do; None
-    where nothing is recognised: `explain_foreign_format`, else `explain_wrong_level`."""
+    """Return what is in a directory that is no checkpoint of ours, as the end of a sentence, and what to do; None where
+    nothing is recognised: `explain_foreign_format`, else `explain_wrong_level`."""
     return explain_foreign_format(path) or explain_wrong_level(path)
 
 
@@ -142,7 +142,7 @@ def explain_nothing(root: Path) -> str:
 
 
 def explain_foreign_format(path: Path) -> tuple[str, str] | None:
-    """Return what kind of another program's checkpoint lies in a directory, as the end of a sentence, and what to do;
+    """Return the kind of another program's checkpoint that is in a directory, as the end of a sentence, and what to do;
     None where nothing is recognised."""
     if any(path.glob(f"mp_rank_*/{FILE_NAME}")):
         return (

@@ -65,7 +65,7 @@ class FoundCheckpoint:
 
 
 def iteration_directory(root: Path, iteration: int) -> Path:
-    """Return where the checkpoint of an iteration lies."""
+    """Return the path of the checkpoint of an iteration."""
     return root / f"iter_{iteration:07d}"
 
 

@@ -39,7 +39,7 @@ _EXPERT = re.compile(
     r"(local_experts\.(?P<number>\d+)\.(?P<part>linear_fc[12]\.(weight|bias))"
     r"|(?P<grouped_part>linear_fc[12]\.(weight|bias))(?P<grouped_number>\d+))"
 )
-"""One expert's tensor: under a name of its own, or numbered, as upstream's grouped layers have them."""
+"""One expert's tensor: under a separate name, or numbered, as upstream's grouped layers have them."""
 
 
 def find_legacy_file(root: Path, iteration: int | None = None) -> Path | None:
@@ -69,7 +69,7 @@ class RankFile(NamedTuple):
     ignored: list[str]
     """Names beside the weights that have no place here: `_extra_state`."""
     has_flat_state: bool
-    """True if the optimizer's tensors lie in a file of their own, distrib_optim.pt."""
+    """True if the optimizer's tensors are in a separate file, distrib_optim.pt."""
     common: CommonState
     """State that is no tensor."""
 
@@ -92,7 +92,7 @@ def read_rank_file(path: Path, *, with_optimizer: bool = False) -> RankFile:
         ignored += useless
         for name, value in chunks[-1].items():
             refuse_expanded(value, f"{path}: {name}")
-    # Weights may stand in a file of their own, without anything beside them.
+    # Weights may be in a separate file, without anything else.
     common = parse_common_state({} if saved[0] is content else content, str(path))
     optimizer = content.get("optimizer") if with_optimizer else None
     if with_optimizer and optimizer is None:
@@ -119,7 +119,7 @@ def _list_chunks(content: Any) -> list[dict[str, Any]]:
 
 
 def _list_optimizers(optimizer: Any) -> list[dict[str, Any]]:
-    """Of the experts' own there is a second one."""
+    """Experts have a second one."""
     return [each for each in (optimizer if isinstance(optimizer, list) else [optimizer]) if isinstance(each, dict)]
 
 
@@ -129,8 +129,8 @@ def _name_optimizer_state(
     """The optimizer's tensors by chunk, kind and name; upstream numbers the parameters group by group, in the model's
     order, chunk after chunk.
 
-    A group holds the parameters with weight decay, or the vectors, which have none; of experts, and of embedding and
-    output layer with a learning rate of their own, it may be another.
+    A group holds the parameters with weight decay, or the vectors, which have none; experts, and embedding and output
+    layer with a separate learning rate, may have another.
     """
     found: list[dict[str, dict[str, Tensor]]] = [defaultdict(dict) for _ in chunks]
     places = [(chunk, name) for chunk, weights in enumerate(chunks) for name in weights if not _UNTRAINED.search(name)]
@@ -166,7 +166,7 @@ def _name_optimizer_state(
 
 
 def _is_decoupled(group: Mapping[str, Any]) -> bool:
-    """Return whether a group has a learning rate of its own; releases say it in two ways."""
+    """Return whether a group has a separate learning rate; releases say it in two ways."""
     return bool(group.get("is_decoupled_lr")) or group.get("default_config") is False
 
 

@@ -7,7 +7,7 @@
 
 | a value                                            | where it goes                                               |
 |----------------------------------------------------|-------------------------------------------------------------|
-| ShardedTensor                                      | its shard beside those of the other processes, by its key   |
+| ShardedTensor                                      | its shard with the other processes' shards, by its key      |
 | torch tensor                                       | whole, from the first process; load() returns it unasked    |
 | number, text, bool, None, list or dictionary of it | common.json, from the first process; load() returns it too  |
 | ShardedObject                                      | objects.json, from each process that has it                 |
@@ -198,7 +198,7 @@ def _with_objects(value: Any) -> Any:
 
 
 def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
-    """Return what a checkpoint holds beside sharded tensors. Raises CheckpointError."""
+    """Return what a checkpoint holds in addition to sharded tensors. Raises CheckpointError."""
     found, alone = _find(checkpoint_dir), ProcessGroupCollection.single().world
     common, whole = _common_of(found.path)
     serialization.load({tensor.key: tensor for tensor in whole}, found, alone, may_have_more=True)

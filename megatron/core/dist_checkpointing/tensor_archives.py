@@ -8,7 +8,7 @@ It is a zip archive without compression, which torch reads by the names of its e
     archive/version      "3"
     archive/data/0       the values, row by row; their first byte at a multiple of 64
 
-render_head     all that stands before the values
+render_head     everything before the values
 render_tail     all that follows them, their checksum included
 find_values     where the values begin in an archive, ours or torch.save's
 
@@ -72,7 +72,7 @@ class _ZipEntry(NamedTuple):
 
 
 class Head(NamedTuple):
-    """Header that stands before the values."""
+    """Header before the values."""
 
     content: bytes
     entries: tuple[_ZipEntry, ...]

@@ -141,7 +141,7 @@ def _read_share(
     return shared
 
 
-# ---- what lies where
+# ---- places of tensors
 
 
 def _list_reads(tensor: ShardedTensor, key: str, metadata: Metadata) -> Iterator[Read]:

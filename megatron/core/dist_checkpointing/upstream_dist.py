@@ -435,7 +435,7 @@ def _is_plain(value: Any) -> bool:
         item = left.pop()
         seen += 1
         if isinstance(item, list | tuple):
-            # The same list may stand in a pickle again and again, so that a few bytes are millions of items.
+            # The same list may occur in a pickle many times, so that a few bytes are millions of items.
             if seen + len(left) + len(item) > _LONGEST_SETTING:
                 return False
             left += item

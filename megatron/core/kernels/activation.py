@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activations of the MLP, plain and gated, with bias, clamp, offset and a weight for each row, in one kernel each way.
 
-The formulas, and what a row's weight is, stand in megatron/core/activations.py. Forward reads its input once and writes
-the product; backward reads input and gradient once and writes the input's gradient over the input. A program takes one
-row, so that the gradient of the row's weight is a sum inside the program: float32, and the same every time.
+The formulas, and the meaning of a row's weight, are in megatron/core/activations.py. Forward reads its input once and
+writes the product; backward reads input and gradient once and writes the input's gradient over the input. A program
+takes one row, so that the gradient of the row's weight is a sum inside the program: float32, and the same every time.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _derivative(x, NAME: tl.constexpr):
 
 @triton.jit
 def _find_gate(columns, WIDTH: tl.constexpr, INTERLEAVE: tl.constexpr):
-    """Return where in a row of x the gate of each output stands; its up is INTERLEAVE, or WIDTH, after it."""
+    """Return the position of each output's gate in a row of x; its up is INTERLEAVE, or WIDTH, after it."""
     if INTERLEAVE is None:
         places = columns
     else:

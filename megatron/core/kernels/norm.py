@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """RMSNorm and LayerNorm, with the sum before them and the residual stream around them, in one kernel each way; the
-formulas stand in megatron/core/transformer/norms.py.
+formulas are in megatron/core/transformer/norms.py.
 
 Forward may add a bias and a residual first, and writes the sum beside what it makes of it. Backward takes the gradients
 of both, so that autograd need not add them. Gradients of the weights are summed in two kernels, the same way each time:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary positions on the packed projection of queries, keys and values, or on heads that a norm has made, one kernel
-each way; the formulas stand in megatron/core/transformer/rotary.py.
+each way; the formulas are in megatron/core/transformer/rotary.py.
 
 A line is one head of one token. Forward reads queries and keys once and writes each where attention takes it; backward
 reads the three gradients where attention left them and writes the packed one. A program takes several lines, so that

@@ -79,7 +79,7 @@ def _list_pieces(optimizer: MegatronOptimizer) -> Iterator[tuple[str, OwnedSlice
 
 
 def divide(optimizer: MegatronOptimizer, fragments: int, form: str) -> list[list[Share]]:
-    """The pieces of each fragment: layers in turn, what stands before them in the first, what follows in the last."""
+    """The pieces of each fragment: layers in turn, what comes before them in the first, what follows in the last."""
     found: list[dict[int, tuple[Group, list[OwnedSlice]]]] = [{} for _ in range(fragments)]
     for name, piece, copies in _list_pieces(optimizer):
         layer = _LAYER.search(f".{name}")

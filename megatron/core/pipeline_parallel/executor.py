@@ -368,8 +368,8 @@ class _StageStep:
         while position < len(program):
             step = program[position]
             if isinstance(step, Transfer):
-                # Transfers that stand side by side are posted together, before any of them is waited for: two ranks
-                # that send to each other would otherwise both wait for the other's receive.
+                # Adjacent transfers are posted together, before any of them is waited for: two ranks that send to each
+                # other would otherwise both wait for the other's receive.
                 end = find_end_of_transfers(program, position)
                 assert self.transfers is not None, "a program with transfers on a pipeline of one process"
                 self.transfers.post(program[position:end], self.outgoing)  # type: ignore[arg-type]

@@ -57,7 +57,7 @@ class P2PTransfers:
         self._sends: deque[tuple[Any, Tensor]] = deque()
 
     def post(self, transfers: Sequence[Transfer], outgoing: MutableMapping[TensorKey, Tensor]) -> None:
-        """Begin transfers that stand next to each other in the program; what is sent leaves `outgoing`."""
+        """Begin transfers that are adjacent in the program; what is sent leaves `outgoing`."""
         # All are begun before one is waited for: two neighbours that each wait for their send would never receive.
         # Where a receive waits for a shape, sends go first, for the same reason.
         if self.shape_of is None:

@@ -237,7 +237,7 @@ def _transfer(rank: int, action: Action, shape: VirtualStages) -> list[tuple[int
 
 
 def _receive_early(program: Program) -> Program:
-    """Post each receive one action earlier, unless a receive from the same partner stands between."""
+    """Post each receive one action earlier, unless a receive from the same partner is in between."""
     early: Program = []
     for step in program:
         # Sends stay where they are: before its action has run there is nothing to send.

@@ -243,7 +243,7 @@ def _with_weights_beside(table: list[Action]) -> list[Action]:
 
 
 def find_end_beside(program: Sequence[object], first: int) -> int:
-    """Return the end of the actions that run side by side, of which the first stands at position `first`."""
+    """Return the end of the actions that run side by side, of which the first is at position `first`."""
     end = first + 1
     while end < len(program) and isinstance(step := program[end], Action) and step.is_beside:
         end += 1

@@ -38,12 +38,12 @@ COMING = {
     "W": "attention of DeepSeek-V4 that sees a sliding window alone",
     "V": "compressed sparse attention of DeepSeek-V4.1",
 }
-"""Letters of Megatron-LM that stand for no kind of layer here, and what they are there."""
+"""Letters of Megatron-LM that are no kind of layer here, and what they are there."""
 
 
 def find_letters_problem(pattern: str, known: Collection[str]) -> str | None:
-    """Return what is wrong with a pattern, to be read after its flag; None where nothing is. known: the letters that
-    stand for kinds of layers. A pattern without a layer is one, too."""
+    """Return what is wrong with a pattern, to be read after its flag; None where nothing is. known: the letters of
+    kinds of layers. A pattern without a layer is one, too."""
     letters = split_letters(pattern)
     prediction = "".join(letters.predictions)
     if "|" in prediction:

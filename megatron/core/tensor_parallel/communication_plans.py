@@ -106,7 +106,7 @@ def choose_column_plan(config: ModelParallelConfig, group: Group) -> Communicati
 
 
 def _find_fused(config: ModelParallelConfig, group: Group) -> FusedCollectives | None:
-    # They promise no order of sums. On the CPU there are none, and nobody needs to be asked.
+    # They promise no order of sums. On the CPU there are none, and no query is needed.
     if config.deterministic_mode or (is_cpu(current_device()) and not config.tp_comm_overlap):
         return None
     return choose_fused_collectives(group)
@@ -359,7 +359,7 @@ class _MultiplyAndScatter(torch.autograd.Function):
         grad_weight = None
         if ctx.needs_input_grad[1]:
             if chunks > 1:
-                # The weight gradient is one sum over tokens, so dY has to stand in the order of X.
+                # The weight gradient is one sum over tokens, so dY has to be in the order of X.
                 by_rank = full.view(chunks, plan.group.size(), -1, *grad.shape[1:]).transpose(0, 1)
                 grad_full = by_rank.reshape(ctx.shape[0], *grad.shape[1:])
             grad_weight = finish_weight_grad(product, weight, grad_full.flatten(0, -2), x)

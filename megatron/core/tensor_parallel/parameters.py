@@ -173,7 +173,7 @@ def initialise_parameters(
 
 
 def fill_alone(module: nn.Module) -> None:
-    """Fill the declared parameters of a layer that may stand outside of a model, by a seed from torch's generator.
+    """Fill the declared parameters of a layer that may be outside of a model, by a seed from torch's generator.
 
     They stay unnamed; inside a model `initialise_parameters` fills them once more.
     """
@@ -214,7 +214,7 @@ def _translate(name: str, parts: Sequence[tuple[str, nn.Module]]) -> str:
 
 
 def declare_vocabulary(module: nn.Module, vocab_size: int) -> None:
-    """Say of the word embedding and the output layer how many of their rows are tokens, where nobody has said so.
+    """Declare how many rows of the word embedding and the output layer are tokens, where this was not declared.
 
     A model is built with the padded size; only who has the tokenizer knows how many tokens there are. Tables with fewer
     rows are of something else.

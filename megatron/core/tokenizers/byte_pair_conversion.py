@@ -7,7 +7,7 @@ concatenation is a known token, lowest rank first. `convert` accepts only tokeni
 same result, and says why it refuses another one:
 
 - the pre-tokenizer's regular expression is made of alternatives whose matches are equal in both regex engines (KNOWN);
-- every pair that makes a token stands at one place in the list, so the token has one rank;
+- every pair that makes a token is at one place in the list, so the token has one rank;
 - without `ignore_merges`, encoding a token's text gives that token. Then two neighbours can only ever form it in
   the way the list says: merging inside a token's bytes does not depend on what stands around them;
 - with `ignore_merges` (a piece that is a token is taken whole), the list holds every pair that makes a token.

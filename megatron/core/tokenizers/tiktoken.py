@@ -34,7 +34,7 @@ PATTERNS = {
 
 
 class TikTokenizer(Tokenizer):
-    """A tiktoken encoding whose special tokens may stand in the text."""
+    """A tiktoken encoding whose special tokens may occur in the text."""
 
     def __init__(self, encoding: Any, special_ids: Mapping[str, int], vocab_size: int, *, digest: str = "") -> None:
         self._encoding = encoding

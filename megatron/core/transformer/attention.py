@@ -87,7 +87,7 @@ def uses_fused_rope(config: TransformerConfig) -> bool:
     """Return True where split and rotation run as one operation; norms of queries and keys come in between, and a
     compiler fuses the elementary ones itself."""
     has_more = config.qk_layernorm or config.qk_l2_norm or config.attention_output_gate
-    # The norms of latent attention stand before its projections to heads.
+    # The norms of latent attention are before its projections to heads.
     has_more = has_more and not config.multi_latent_attention
     return config.apply_rope_fusion and not has_more and not is_compiled(config, "rotary positions")
 

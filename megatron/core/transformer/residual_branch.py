@@ -73,7 +73,7 @@ class ResidualBranch:
     def joins(self) -> bool:
         """True where the norm of the next branch may take over the sum; False in a subclass with another `leave` or
         `enter`."""
-        # Only the norm then reads the sum, beside what goes round it.
+        # Only the norm then reads the sum, in addition to what goes round it.
         is_alone = self.config.bias_dropout_fusion and not self.config.apply_residual_connection_post_layernorm
         return is_alone and isinstance(self.norm, Norm)
 

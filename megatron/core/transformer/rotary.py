@@ -158,7 +158,7 @@ def rotate_by_kernel(query: Tensor, key: Tensor, rotation: Rotation) -> tuple[Te
 
 
 class _SplitAndRotate(torch.autograd.Function):
-    """Split the packed projection, and rotate queries and keys where they lie."""
+    """Split the packed projection, and rotate queries and keys in place."""
 
     @staticmethod
     def forward(
@@ -233,7 +233,7 @@ def join_latent_heads(
 
 
 class _RotateAndJoin(torch.autograd.Function):
-    """`join_latent_heads` that rotates queries where they lie, and writes each key once; by a kernel where one runs."""
+    """`join_latent_heads` that rotates queries in place, and writes each key once; by a kernel where one runs."""
 
     @staticmethod
     def forward(

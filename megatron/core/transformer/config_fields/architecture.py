@@ -58,8 +58,8 @@ class ArchitectureFields(ModelParallelConfig):
     """Position of a layer's norms: on the input of attention and MLP (pre-norm), on their output before it joins the
     residual stream (OLMo 2), or on both (Gemma 2 and 3). The norm after the last layer is there in any case."""
     output_norm_freq: int | list[int] | None = flag(None, parse=layer_pattern, kind="shape")
-    """Layers whose norms stand on the output, whatever --norm-placement says of the others: a number means every n-th,
-    a list has one entry per layer, 1 for these. Layers of --hybrid-layer-pattern are its letters (OLMo Hybrid)."""
+    """Layers whose norms are on the output, whatever --norm-placement says of the others: a number means every n-th, a
+    list has one entry per layer, 1 for these. Layers of --hybrid-layer-pattern are its letters (OLMo Hybrid)."""
     apply_residual_connection_post_layernorm: bool = flag(False, kind="function")
     """The residual path of attention and MLP starts after the norm of their input instead of before it."""
     parallel_residual: bool = flag(False, kind="function")
@@ -109,7 +109,7 @@ class ArchitectureFields(ModelParallelConfig):
     the logits exists."""
     cross_entropy_fusion_impl: str = flag("native", choices=("native", "te"), kind="kernel", needs=_FUSED_LOSS)
     """Source of the fused cross entropy: native is this system's; te, Transformer Engine's, is refused, as upstream
-    refuses it beside --cross-entropy-loss-fusion."""
+    refuses it with --cross-entropy-loss-fusion."""
     logit_dtype: str | None = flag(None, choices=("bf16", "fp32"), names=("--output-logit-dtype",), kind="numerics")
     """Dtype of the logits: fp32 keeps what the output layer's product sums in float32, which --bf16 would round; the
     model's when not given."""

@@ -245,7 +245,7 @@ class MoEFields(ArchitectureFields):
             )
 
     def token_exchange_problems(self, asked: str) -> Iterator[str]:
-        """Yield what stands against hiding the experts' exchanges. asked: the flag that does."""
+        """Yield the problems of hiding the experts' exchanges. asked: the flag that requests it."""
         if self.num_moe_experts is None or self.expert_model_parallel_size == 1:
             yield f"{asked} needs --num-experts and --expert-model-parallel-size above 1, or nothing is exchanged"
         elif self.moe_token_dispatcher_type == "allgather":

@@ -36,16 +36,16 @@ _WINDOW = Needs("--window-size", lambda run: run.window_size is not None)
 
 
 def is_rotary(position_embedding_type: str, multi_latent_attention: bool) -> bool:
-    """Return whether heads are rotated. Latent attention rotates a part of each also beside learned positions, which
-    are added to the embedding: upstream's model does both."""
+    """Return whether heads are rotated. Latent attention rotates a part of each also with learned positions, which are
+    added to the embedding: upstream's model does both."""
     beside = multi_latent_attention and position_embedding_type == "learned_absolute"
     return beside or position_embedding_type in ("rope", "yarn")
 
 
 def is_yarn(position_embedding_type: str, rope_type: str | None, multi_latent_attention: bool) -> bool:
     """Return whether positions are rotary with YaRN's frequencies. With latent attention rope means them, unless
-    rope_type says otherwise, and so does its absence beside learned positions; upstream keeps the word rope there, and
-    so do we."""
+    rope_type says otherwise, and so does its absence with learned positions; upstream keeps the word rope there, and so
+    do we."""
     if position_embedding_type == "yarn" or not is_rotary(position_embedding_type, multi_latent_attention):
         return position_embedding_type == "yarn"
     return rope_type == "yarn" or (rope_type is None and multi_latent_attention)
@@ -149,7 +149,7 @@ class PositionFields(AttentionFields):
 
     @property
     def rotates_heads(self) -> bool:
-        """True if layers have rotary positions, beside learned ones or alone."""
+        """True if layers have rotary positions, with or without learned ones."""
         return is_rotary(self.position_embedding_type, self.multi_latent_attention)
 
     def uses_yarn(self, kind: str | None = None) -> bool:

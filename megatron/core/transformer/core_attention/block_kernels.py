@@ -64,7 +64,7 @@ class Rule(NamedTuple):
     """Choice of the keys in a block that its queries see, and of those that dropout leaves."""
 
     causal: bool
-    """Query and key of one index stand at one position (s = t)."""
+    """Query and key of one index have the same position (s = t)."""
     mask: Tensor | None = None
     """bool, True where a key may not be seen, broadcastable to [b, n, s, t]."""
     band: Band | None = None
@@ -275,8 +275,8 @@ class MergedBlocks:
 def multiply_in_float32(a: Tensor, b: Tensor) -> Tensor:
     """a @ b in float32: [b, n, s, d] x [b, n, d, t] -> [b, n, s, t].
 
-    A product of bfloat16 numbers that is rounded to their format has an error of 0.4 % of itself; as a score it stands
-    in an exponent.
+    A product of bfloat16 numbers that is rounded to their format has an error of 0.4 % of itself; as a score it is an
+    exponent.
     """
     if is_wide(a) or is_cpu(a) or "dtype" not in torch.ops.aten.bmm.overloads():
         return torch.matmul(at_least_float32(a), at_least_float32(b))

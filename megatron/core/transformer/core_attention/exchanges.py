@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention among the ranks of a context-parallel group by one collective there, and one back.
 
-Both classes take zigzag shards of the sequence (context_parallel/sharding.py) and stand around any implementation of
-core attention.
+Both classes take zigzag shards of the sequence (context_parallel/sharding.py) and wrap any implementation of core
+attention.
 
 all_gather: every rank keeps its queries and gathers all keys and values (Dubey et al., "The Llama 3 Herd of Models",
 2024, section 3.3.2). Causal attention then is two ordinary calls, because a rank's tokens are two contiguous pieces:

@@ -271,7 +271,7 @@ class TopKRouter(MegatronModule):
         microbatch on every process alike."""
         group, cp = self.groups.tp_cp, self.groups.cp.size()
         # Capacity is a bound on the microbatch: a rank that decided alone would drop others than the undivided run.
-        # Tokens stand in the order of the sequence, of which context-parallel ranks have a piece from either end.
+        # Tokens are in the order of the sequence, of which context-parallel ranks have a piece from either end.
         experts, weights = (
             to_sequence_order(_take_rows(rows, group).unflatten(0, (-1, sequences)), cp).flatten(0, 1)
             for rows in (routing.experts, routing.weights.detach())

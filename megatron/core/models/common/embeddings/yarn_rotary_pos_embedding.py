@@ -63,7 +63,7 @@ class YarnRotaryEmbedding(RotaryEmbedding):
         self.plain_inv_freq = self.inv_freq
         kept = 1 - _ramp(max(first, 0), min(last, 2 * pairs - 1), pairs, self.inv_freq)
         self.inv_freq = self.plain_inv_freq * (kept + (1 - kept) / scaling_factor)
-        # Upstream's name beside the base class's: the same factor.
+        # Upstream's name in addition to the base class's: the same factor.
         magnitude, divisor = (compute_yarn_magnitude(scaling_factor, share) for share in (mscale, mscale_all_dim))
         self.mscale = self.magnitude = magnitude / divisor
 
