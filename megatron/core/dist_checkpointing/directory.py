@@ -61,7 +61,7 @@ class FoundCheckpoint:
     skipped: list[str] = field(default_factory=list)
     """Reasons to pass over newer ones, for one warning to the user."""
     unverified: Mapping[str, FileRecord] = field(default_factory=dict)
-    """Files of tensors that nobody has read yet; serialization.load() compares them with these records."""
+    """Files of tensors that have not been read yet; serialization.load() compares them with these records."""
 
 
 def iteration_directory(root: Path, iteration: int) -> Path:

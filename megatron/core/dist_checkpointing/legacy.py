@@ -119,7 +119,7 @@ def _list_chunks(content: Any) -> list[dict[str, Any]]:
 
 
 def _list_optimizers(optimizer: Any) -> list[dict[str, Any]]:
-    """Experts have a second one."""
+    """List the optimizers of a file: one, or a second one for experts."""
     return [each for each in (optimizer if isinstance(optimizer, list) else [optimizer]) if isinstance(each, dict)]
 
 

@@ -9,7 +9,7 @@
 Tensors are stored as the rank holds them, so that only a run of the same layout can go on from there; local.json has a
 checksum of that layout. A save counts when every rank has its part: the one before stays until then. A rank without its
 part, or with a damaged one, takes it from a rank on whose node it lies: because one of them has changed its node, or
-because copies are kept. Where nobody has it, all ranks take an earlier save.
+because copies are kept. Where no rank has it, all ranks take an earlier save.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def find(
     for identity in sorted(known, key=lambda identity: (known[identity].number, identity), reverse=True):
         offer = known[identity]
         what = f"the local checkpoint of iteration {offer.iteration}"
-        # Before anything is told: one that nobody would take is no loss.
+        # Before anything is told: one that no rank would take is no loss.
         if not on_first_rank(group, lambda offer=offer: is_wanted(offer)):  # type: ignore[misc]
             continue
         if offer.layout != layout:

@@ -76,8 +76,7 @@ class StoredCheckpoint:
 
 
 def open_checkpoint(root: Path, iteration: int | None = None) -> StoredCheckpoint:
-    """The checkpoint in `root`, or the one of an iteration, or the one that the tracker names, where `root` has
-    several.
+    """The checkpoint in `root`, or an iteration's, or the one that the tracker names, where `root` has several.
 
     Its files are not verified. Raises CheckpointError when there is none, or its table of contents cannot be read.
     """

@@ -48,7 +48,7 @@ class _Order:
     share: SavePlan
     places: Mapping[MetadataIndex, BoxPlace]
     memory_bytes: int | None
-    """Of new memory, whose descriptor follows; None where it is the one of before."""
+    """Of new memory, whose descriptor follows; None where the memory is the same as before."""
 
 
 class WriterProcess:

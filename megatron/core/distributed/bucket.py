@@ -50,7 +50,7 @@ class Reduction:
     """Over which processes gradients are combined, and into what."""
 
     shards: Group
-    """The processes that divide the optimizer's state; a single one where nobody does."""
+    """The processes that divide the optimizer's state; a single one where it is not divided."""
     copies: Group
     """The processes that hold the same slice of it, this one among them."""
     op: Op = "sum"

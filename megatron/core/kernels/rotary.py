@@ -95,7 +95,7 @@ def rotary_forward(
 
 @triton.jit
 def _load_one(query, key, value, is_query, is_key, is_value, columns, STOP: tl.constexpr):
-    """Columns below STOP of each line, from the one of the three it lies in; loads outside of a mask do not happen."""
+    """Columns below STOP of each line, from the one of the three that has it; loads outside of a mask do not happen."""
     found = tl.load(value + columns, mask=is_value & (columns < STOP), other=0.0)
     found = tl.load(key + columns, mask=is_key & (columns < STOP), other=found)
     return tl.load(query + columns, mask=is_query & (columns < STOP), other=found)

@@ -65,7 +65,7 @@ class Member(NamedTuple):
     param: nn.Parameter
     slot: Slot
     start: int
-    """First element that lies in the buffer, counted in the parameter's flat memory."""
+    """First element in the buffer, counted in the flattened parameter."""
 
 
 class GroupState:
@@ -104,7 +104,7 @@ class GroupState:
         """True if `shards` hands out the memory itself, so that all may be asked for before one is updated."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Zeros [numel] where the state lies."""
+        """Allocate zeros [numel] in the memory of the state."""
         return torch.zeros(numel, dtype=dtype, device=self.buffer.device)
 
     def add_companions(self, kinds: Sequence[str]) -> None:

@@ -137,7 +137,7 @@ class MegatronOptimizer(UpstreamMethods):
         """Of gradients that `prepare_grads` has looked at and no update has used."""
         self._is_overflow_noted = False
         self.around_update: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Opened around the computation of each update, in which nobody waits for other ranks."""
+        """Opened around the computation of each update, in which no rank waits for others."""
 
     def use_timers(self, timers: Timers) -> None:
         """Measure the parts of an update with these stopwatches from now on."""

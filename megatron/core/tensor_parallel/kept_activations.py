@@ -235,7 +235,7 @@ def set_aside() -> Iterator[None]:
 
 
 def has_way(value: Tensor) -> bool:
-    """Return whether a block around here says how this tensor waits, so that nobody needs to keep it in another
+    """Return whether a block around here says how this tensor waits, so that no operation needs to keep it in another
     form."""
     return any(isinstance(rule, _Rule) and (rule.concerns(value) or rule.is_permuted(value)) for rule in _RULES.get())
 

@@ -84,9 +84,9 @@ def _pack(weight: Tensor) -> Tensor:
 def pack_weights(model: nn.Module) -> None:
     """Let plain linear layers and experts of a model multiply by ordered copies of their weights, where that is faster.
 
-    For a model that nobody trains: an optimizer may write to weights in a way that does not show. In generation it then
-    takes its float32 weights up to three times, so they have to be at most an eighth of the host's memory, or where
-    single rows have no separate copy a quarter; otherwise nothing is ordered.
+    For a model that is not trained: an optimizer may write to weights in a way that does not show. In generation it
+    then takes its float32 weights up to three times, so they have to be at most an eighth of the host's memory, or
+    where single rows have no separate copy a quarter; otherwise nothing is ordered.
     """
     share = sum(parameter.nbytes for parameter in model.parameters()) / read_host_memory().total_bytes
     if not onednn_is_faster() or share > 1 / 4:

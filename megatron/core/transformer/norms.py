@@ -60,7 +60,8 @@ class Norm(MegatronModule, ABC):
     """A weight of ones; stored as zeros, and one added in use, with layernorm_zero_centered_gamma.
 
     normalise: the norm with everything around it, in the weight's dtype.
-    joins_stream: whether a kernel may take the sums of the residual stream, too, so that nobody sees their gradients.
+    joins_stream: whether a kernel may take the sums of the residual stream, too, so that no other operation sees their
+    gradients.
 
     partial_grad_axes: axes whose ranks each normalise a part of the input; the sequence-parallel ones when None.
     """

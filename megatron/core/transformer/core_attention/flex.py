@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bounded scores on a GPU: torch's flex attention, which puts softcap * tanh(score / softcap) into its flash kernel.
 
-What is visible is said twice: by blocks of 128 queries and 128 keys, of which the kernel skips those that nobody sees,
-and within a block that is seen in part by a function of query and key. The blocks follow from the bounds of documents,
-chunks and windows on the host, without a mask of all queries and keys, which torch's create_block_mask makes on its
-way. Sinks are added to the result, by the logarithm of each query's sum.
+What is visible is said twice: by blocks of 128 queries and 128 keys, of which the kernel skips those that no query
+sees, and within a block that is seen in part by a function of query and key. The blocks follow from the bounds of
+documents, chunks and windows on the host, without a mask of all queries and keys, which torch's create_block_mask makes
+on its way. Sinks are added to the result, by the logarithm of each query's sum.
 
 (Dong et al., "Flex Attention", 2024.) Not yet run on a GPU: tests replace `run_flex` by its definition, and run torch's
 uncompiled form forward.

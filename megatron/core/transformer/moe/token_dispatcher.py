@@ -261,7 +261,7 @@ class AllToAllDispatcher(TokenDispatcher):
     def _exchange_equal_rows(
         self, x: Tensor, destination: Tensor, weights: Tensor, meanwhile: Callable[[], None] | None
     ) -> Dispatched:
-        """Send each expert of each rank as many rows as its capacity allows: nobody needs to know how many are used.
+        """Send each expert of each rank as many rows as its capacity allows: no rank needs to know how many are used.
 
         x: [T, h]. destination: [T, slots]. weights: [T * slots].
         """
