@@ -163,7 +163,7 @@ def run_trial(path: Path, steps: int, warm_ups: int, flags: Sequence[str]) -> in
         if explain_refused_memory(error) is None:
             raise
         content = {"state": "out of memory", "text": str(error)}
-    # Whichever rank it is: of pipeline stages one alone may lack memory. The others wait for it until torchrun, told by
+    # Whichever rank it is: a single pipeline stage may lack memory. The others wait for it until torchrun, told by
     # the exit status, ends them.
     _write(path, content)
     return 1

@@ -46,8 +46,8 @@ class History(ABC):
     def read(self, line: str) -> tuple[list[int], bool]:
         """Take what the user typed; return the prompt, and whether the beginning was dropped from it.
 
-        Raises MegatronError where there is nothing to read, or the tokenizer cannot take it, or it alone is longer than
-        the model can read. The history is then what it was.
+        Raises MegatronError where there is nothing to read, or the tokenizer cannot take it, or it is longer than the
+        model can read. The history is then what it was.
         """
 
     @abstractmethod

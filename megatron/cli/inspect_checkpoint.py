@@ -101,7 +101,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def read_documents(checkpoint: StoredCheckpoint) -> dict[str, Any]:
-    """State and settings of the run where the checkpoint has them as JSON; upstream's are pickled and left alone."""
+    """State and settings of the run where the checkpoint has them as JSON; upstream's are pickled and not read."""
     from megatron.core.dist_checkpointing.serialization import read_document
 
     return {

@@ -43,7 +43,7 @@ def read_sequences(prefix: str, length: int, number: int) -> Iterator[list[int]]
 
 
 def make_sequences(period: int, length: int, number: int, vocab_size: int) -> Iterator[list[int]]:
-    """Random tokens that repeat after `period`: to be predicted from the context alone, once it is that long."""
+    """Random tokens that repeat after `period`: to be predicted only from the context, once it is that long."""
     import torch
 
     generator = torch.Generator().manual_seed(1)

@@ -3,7 +3,7 @@
 
     python -m megatron serve --load CHECKPOINTS --port 5000
 
-http://localhost:5000/ is a page to try the model on. The server listens on this machine alone unless --host says
+http://localhost:5000/ is a page to try the model on. The server listens only on this machine unless --host says
 otherwise. SIGTERM and Ctrl-C end it: what is being written may go on for --shutdown-timeout.
 """
 

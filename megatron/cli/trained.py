@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model of a checkpoint for a program that uses one, on one process or divided over the ranks of a job.
 
-Under torchrun every process runs the program and holds its part of the model; rank 0 alone speaks.
+Under torchrun every process runs the program and holds its part of the model; only rank 0 prints.
 """
 
 from __future__ import annotations

@@ -275,7 +275,7 @@ def convert(arguments: argparse.Namespace, group: Group | None = None) -> None:
 
 @contextlib.contextmanager
 def _joined_job() -> Iterator[Group]:
-    """The processes that torchrun has started; this one alone without it."""
+    """Return the group of processes that torchrun has started; without it only this one."""
     import torch.distributed as dist
 
     from megatron.hf.checkpoints import ALONE

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint of ours as upstream's `torch` files of the ranks of a layout, one rank after the other: weights alone.
+"""A checkpoint of ours as upstream's `torch` files of the ranks of a layout, one rank after the other: only weights.
 
 release/mp_rank_00_001/model_optim_rng.pt       of a model that was never trained; else iter_0001000/...
 """

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.recipes.family import Row
 
 _NEAR_ROWS = 8
-"""Rows that lie no farther apart are read together with those between them."""
+"""Rows that are no farther apart are read together with the rows between them."""
 
 
 def list_names(row: Row, parameter: str, config: TransformerConfig) -> list[list[str]]:
@@ -116,7 +116,7 @@ def find_their_rows(
     """Yield where rows [start, start + length) of ours, of `num_rows`, lie in their tensors.
 
     Yields (number of the tensor in the row's names, rows of it, counted after transposing it, their places among ours,
-    from `start` on) for rows that lie near each other, ascending in their tensor.
+    from `start` on) for rows that are near each other, ascending in their tensor.
     """
     # All forms but transposing only move rows, so the numbers of our rows, taken apart like a bias, tell which went
     # where.

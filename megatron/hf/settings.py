@@ -29,7 +29,7 @@ from megatron.training.recipes.hf_config import LENGTH, PREDICTION, find_family_
 
 # What a run needs that no model says; a run that starts from the result has its flags.
 _RUN_FLAGS = "--micro-batch-size 1 --train-iters 1 --lr 1e-5"
-# Our settings do not name them, and what transformers assumes for them may lie beyond the vocabulary.
+# Our settings do not name them, and what transformers assumes for them may be beyond the vocabulary.
 _UNNAMED_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 _PRECISION = {torch.bfloat16: ["--bf16"], torch.float16: ["--fp16"]}
 

@@ -41,9 +41,9 @@ def stream_weights(
 ) -> Iterator[dict[str, Tensor]]:
     """Yield the weights of a run by their Hugging Face names, in buckets of so many bytes, on the run's device.
 
-    Every rank must call this and take all buckets: they come to the first rank alone, while the others take part and
-    get none, or to all. They are copies, which training does not change. Raises ConfigError for a model that no family
-    of Hugging Face's computes.
+    Every rank must call this and take all buckets: they come only to the first rank, while the others take part and get
+    none, or to all. They are copies, which training does not change. Raises ConfigError for a model that no family of
+    Hugging Face's computes.
     """
     tensors = AutoBridge.from_run(run).export_weights(on_all_ranks=on_all_ranks)
     yield from pack_buckets(tensors, bucket_bytes)
@@ -90,7 +90,7 @@ def send_buckets(
 
 
 def receive_buckets(address: str | Path) -> Iterator[dict[str, Tensor]]:
-    """Yield the buckets that `send_buckets` hands to this address, a path that does not exist yet. The tensors lie in
+    """Yield the buckets that `send_buckets` hands to this address, a path that does not exist yet. The tensors are in
     memory of this process. Raises TemporaryError where the sender goes away in between."""
     with Listener(str(address), family="AF_UNIX") as listener, listener.accept() as connection:
         try:
@@ -153,7 +153,7 @@ def _place(entries: _Entries) -> tuple[list[tuple[int, int]], int]:
 
 
 def _cut(flat: Tensor, entries: _Entries) -> dict[str, Tensor]:
-    """The tensors that lie in a flat piece of bytes."""
+    """Return the tensors that are stored in a flat piece of bytes."""
     return {
         name: flat[first : first + size].view(getattr(torch, dtype)).view(shape)
         for (name, dtype, shape), (first, size) in zip(entries, _place(entries)[0], strict=True)

@@ -41,7 +41,7 @@ class WeightStream:
     """The parameters of a model that the members of a group hold together."""
 
     def __init__(self, tensors: ShardedStateDict, group: Group, *, on_all_ranks: bool = True) -> None:
-        """tensors: what this process holds. on_all_ranks: every member gets the tensors, not the first one alone.
+        """tensors: what this process holds. on_all_ranks: every member gets the tensors, not only the first.
 
         Every member calls this, and everything below, in the same order.
         """

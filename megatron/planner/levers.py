@@ -69,6 +69,6 @@ def list_levers(
 
 
 def _count_positions(model: TransformerConfig, workload: Workload) -> int:
-    """Positions of a sequence whose hidden states lie on one process."""
+    """Positions of a sequence whose hidden states are on one process."""
     ranks = model.tensor_model_parallel_size if model.sequence_parallel else 1
     return workload.seq_length // model.context_parallel_size // ranks

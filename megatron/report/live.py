@@ -44,7 +44,7 @@ class _PageHandler(BaseHTTPRequestHandler):
     read_data: Callable[[], dict[str, Any]]
 
     def do_GET(self) -> None:  # noqa: N802 (http.server's name)
-        """Answer with the page, or with its numbers alone."""
+        """Answer with the page, or only with its numbers."""
         # A page from elsewhere could reach this server under another name that resolves to this address.
         if (self.headers.get("Host") or "").rpartition(":")[0] not in _KNOWN_HOSTS:
             self.send_error(403)

@@ -67,7 +67,7 @@ class Limits:
     request_seconds: float = 600.0
     api_keys: tuple[str, ...] = ()
     is_local: bool = True
-    """True if the server listens on this machine alone."""
+    """True if the server listens only on this machine."""
 
 
 class Application:

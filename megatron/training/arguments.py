@@ -50,7 +50,7 @@ def parse_args(
 ) -> Namespace:
     """The settings of the command line, derived and checked, as attributes with upstream's names.
 
-    ignore_unknown_args: leave flags alone that nobody here knows. argv: sys.argv when None. environ: give os.environ,
+    ignore_unknown_args: ignore unknown flags. argv: sys.argv when None. environ: give os.environ,
     so that layouts are checked for WORLD_SIZE processes; without it `validate_args` does so for args.world_size. What
     only our loop needs, such as --train-iters, may be missing. The RunConfig they come from is the attribute
     `run_config`. Raises ConfigError with every problem.
@@ -96,7 +96,7 @@ def make_run_config(args: Namespace, *, checked: bool = False) -> RunConfig:
     the values of each group are always judged where one has changed."""
     config: RunConfig = args.run_config
     changes = {}
-    # A script may also have changed a group in place: what it left alone in `args` is that group's to say.
+    # A script may also have changed a group in place: what it did not change in `args` comes from that group.
     for name, old in args._parsed.items():
         value = getattr(args, name, old)
         value = str(value) if isinstance(value, Path) else value

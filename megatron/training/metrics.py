@@ -119,7 +119,7 @@ class Metrics:
         self._open_texts.append(text)
 
     def add_table(self, table: str) -> None:
-        """Have some lines printed below the progress line, or alone; values are read at the end of this iteration, so
+        """Print lines below the progress line, or without one; values are read at the end of this iteration, so
         all ranks call it."""
         self._open_tables.append(table)
 
@@ -135,7 +135,7 @@ class Metrics:
 
     def is_due(self, iteration: int) -> bool:
         """Return whether values are to be read after this iteration. The same on all ranks."""
-        # Depends on the iteration alone, because reading waits for the device and may be followed by collectives: all
+        # Depends only on the iteration, because reading waits for the device and may be followed by collectives: all
         # ranks must read together.
         if iteration % self.interval == 0 or len(self._rows) >= _MOST_ROWS:
             return True
@@ -162,7 +162,7 @@ class Metrics:
 
 
 def reduce_values(values: Iterable[float | None], how: Reduction) -> float | None:
-    """Several values as one; those that are not known do not count, and one alone stays as it is."""
+    """Combine several values into one; unknown ones do not count, and a single one stays as it is."""
     known = [value for value in values if value is not None]
     if len(known) == 1:
         return known[0]

@@ -216,7 +216,7 @@ class Run:
     """The right to write into --save, and into another directory of checkpoints; on the first rank, until
     Hook.on_close."""
     loaded_from: Path | None = None
-    """The checkpoint that the run continues from; None for a run that starts afresh, or from weights alone."""
+    """The checkpoint that the run continues from; None for a run that starts afresh, or only from weights."""
     list_ended_ranks: Callable[[Sequence[int]], list[int]] = list_none
     """Function that returns the ranks among these that have ended; none where that cannot be found out."""
     leave_groups: Callable[[], None] = ignore_peers

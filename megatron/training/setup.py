@@ -134,7 +134,7 @@ def build_run(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequen
         optimizer=optimizer,
         scheduler=(recipe.build_scheduler or build_scheduler)(config, optimizer),
         executor=executor,
-        # A program depends on the number of microbatches alone, of which a run has few.
+        # A program depends only on the number of microbatches, of which a run has few.
         schedule=functools.cache(functools.partial(executor.pipeline.program, groups.pp.rank())),
         evaluation_schedule=functools.cache(
             functools.partial(executor.pipeline.program, groups.pp.rank(), forward_only=True)

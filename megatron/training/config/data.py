@@ -69,12 +69,12 @@ class DataConfig(FillInTheMiddle):
     """A JSON file {"train": ..., "valid": ..., "test": ...}: what would stand after --train-data-path and so on, each
     as a list or as one text; null for no data."""
     split: str | None = None
-    """Shares of training, validation and test documents, such as 99,1,0; "969, 30, 1" with --data-path alone."""
+    """Fractions of training, validation and test documents, such as 99,1,0; "969, 30, 1" with only --data-path."""
     mock_data: bool = False
     """Synthetic sequences instead of files."""
     seq_length: int | None = flag(None, minimum=1, unit="tokens")
     """Tokens per training sequence."""
-    # kind "kernel": where indices lie, or how files are read, never changes a number.
+    # kind "kernel": where indices are stored, or how files are read, never changes a number.
     data_cache_path: PathText | None = flag(None, kind="kernel")
     """Directory of the sample indices; `cache/GPTDataset_indices` next to the data when not given, or memory where that
     cannot be written."""

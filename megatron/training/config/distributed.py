@@ -76,4 +76,4 @@ class DistributedInitConfig(CheckedConfig):
     cp, pp, dp, dp_cp, ... Has no effect with gloo, which has no streams."""
     # kind "layout": another numbering moves shards between ranks, and changes no number.
     use_tp_pp_dp_mapping: bool = flag(False, kind="layout")
-    """Number the ranks so that the stages of one pipeline lie close together, instead of the replicas of a stage."""
+    """Number the ranks so that the stages of one pipeline are close together, instead of the replicas of a stage."""

@@ -41,7 +41,7 @@ class InProcessConfig(CheckedConfig):
     """Train with so many processes, those with the lowest RANK. The others wait, and take the places of those that are
     lost; all of WORLD_SIZE train when not given."""
     inprocess_granularity: Literal["node", "rank"] = flag("node", needs=_SHARED)
-    """Give up with a lost process all others of its node, or that one alone."""
+    """Give up all processes of a lost process's node, or only that one."""
     inprocess_soft_timeout: float = flag(60.0, above=0.0, unit="seconds", needs=_SHARED)
     """Take a step that makes no progress for so long for hung, and begin again; --hang-timeout goes before it."""
     inprocess_hard_timeout: float = flag(90.0, above=0.0, unit="seconds", needs=_SHARED)

@@ -44,7 +44,7 @@ def derive_across_groups(run: RunGroups) -> None:
     # bfloat16 has 8 bits of precision: sums over many microbatches would lose small gradients.
     if model.bf16 and not run.ddp.grad_reduce_in_bf16 and run.optimizer.main_grads_dtype == "fp32":
         run.ddp.grad_reduce_in_fp32 = True
-    # Evaluation alone needs no moments, which may be most of a checkpoint.
+    # Evaluation needs no moments, which may be most of a checkpoint.
     if evaluation.skip_train:
         run.checkpoint.no_load_optim = True
     # Upstream's scripts look for a converted checkpoint in a directory of the format's name.

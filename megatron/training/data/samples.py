@@ -139,7 +139,7 @@ class CyclicSampler:
         bucket = microbatches * self.micro_batch_size
         for epoch in itertools.count(first_epoch):
             generator = torch.Generator()
-            # Seeded with the epoch alone: the order does not depend on where a run was interrupted.
+            # Seeded only with the epoch: the order does not depend on where a run was interrupted.
             generator.manual_seed(epoch)
             # All ranks draw the same permutation and apply it to separate buckets.
             order = torch.randperm(bucket, generator=generator) + self.dp_rank * bucket

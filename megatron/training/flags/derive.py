@@ -168,7 +168,7 @@ def _attention(run: RunConfig) -> Iterator[str]:
 # | optim_grads_params                | and parameters (ZeRO-3)    | PyTorch's FSDP2                        |
 _DIVIDED = {"optim_grads": "gradients and optimizer state (ZeRO-2)", "optim_grads_params": "everything (ZeRO-3)"}
 _OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather", "overlap_param_gather_with_optimizer_step")
-# Switches that leave the results alone, and what happens instead of what they ask for.
+# Switches that do not change results, and what happens instead of what they request.
 _HINTS = {
     "fsdp_double_buffer": "PyTorch's allocator hands out the memory of the last layers again",
     "megatron_fsdp_max_pool_double_buffer": "there are no fixed buffers to gather into",

@@ -41,7 +41,7 @@ class EnergyMeter:
 class EnergyHook(Hook):
     """Joules of an iteration and watts, as means over the GPUs and over the iterations since the last progress line.
 
-    Evaluation and saving lie between two steps and do not count. Where a GPU's counter cannot be read, training goes
+    Evaluation and saving are between steps and do not count. Where a GPU's counter cannot be read, training goes
     on, and the means are over the others.
     """
 

@@ -61,7 +61,7 @@ class Interval:
     @property
     def mean_losses(self) -> dict[str, float]:
         """Mean losses over the steps that were neither skipped nor NaN."""
-        # At least 1: in an interval of skipped steps alone the mean is 0, not an error.
+        # At least 1: in an interval of only skipped steps the mean is 0, not an error.
         return {name: total / max(1, self.used) for name, total in self.losses.items()}
 
     @property

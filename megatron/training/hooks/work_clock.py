@@ -154,7 +154,7 @@ def _summarise(values: list[float]) -> PhaseTime:
     # By hand: `statistics` computes in fractions, and takes a hundred times as long.
     count, mean, ordered = len(values), sum(values) / len(values), sorted(values)
     middle = (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
-    # Half of the values lie between the quartiles, which of a normal distribution are 1.35 standard deviations apart;
+    # Half of the values are between the quartiles, which of a normal distribution are 1.35 standard deviations apart;
     # the median of such values has an error 1.25 times as large as their mean's.
     deviation = (ordered[(3 * count) // 4] - ordered[(count - 1) // 4]) / 1.35 if count > 1 else 0.0
     return PhaseTime(mean, 1.25 * deviation / math.sqrt(count), middle)

@@ -70,7 +70,7 @@ class Meeting(threading.Thread):
     def run(self) -> None:
         """Meet, until somebody asks for a verdict."""
         try:
-            # Without the store, which the host that hangs may have had, each host judges alone.
+            # Without the store, which the hung host may have had, each host judges by itself.
             with contextlib.suppress(Exception):
                 store = self._connect()
                 self._number = store.add("hosts", 1)

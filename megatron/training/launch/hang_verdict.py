@@ -19,7 +19,7 @@ from megatron.core.errors import format_bytes
 from megatron.core.progress_record import OUTSIDE, SAVE, STEP, LastCollective, ProgressSnapshot
 
 _SEND = "send"
-"""Counted by the sender alone, so that the number says nothing of the receiver."""
+"""Counted only by the sender, so that the number says nothing about the receiver."""
 
 
 @dataclass(frozen=True)

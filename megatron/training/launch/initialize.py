@@ -108,7 +108,7 @@ def initialize(config: RunConfig, seat: Seat | None = None) -> Process:
     device_module.allow_bf16_reduced_precision_sums(not config.model.disable_bf16_reduced_precision_matmul)
     if config.model.flash_attention_version is not None:
         device_module.activate_flash_attention(config.model.flash_attention_version)
-    # Before anybody is met: a layout that does not fit is refused by every rank alone, without a time-out.
+    # Before ranks meet: every rank refuses a layout that does not fit by itself, without a time-out.
     grid = build_rank_grid(config, launch.world_size)
     timeout = timedelta(minutes=config.distributed.distributed_timeout_minutes)
     # A program that has joined the processes itself (Ray's do) watches over them itself.

@@ -121,8 +121,8 @@ class StartupCheck:
     ) -> None:
         """Wait for all ranks and compare.
 
-        flags: flag -> value, JSON-able; must be equal on all ranks. gpu: what identifies the GPU that is this rank's
-        alone; None where it has none or may share it. obstacles: what ranks compute with, in the plural -> why this one
+        flags: flag -> value, JSON-able; must be equal on all ranks. gpu: what identifies this rank's exclusive GPU;
+        None where it has none or may share it. obstacles: what ranks compute with, in the plural -> why this one
         cannot, None where it can; all can, or none. Raises TemporaryError naming the ranks that did not come in time;
         ConfigError, the same on all ranks, for a rank given twice, another world size or another flag, two ranks on one
         GPU, or means that only some of them have.

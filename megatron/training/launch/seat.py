@@ -21,7 +21,7 @@ class Seat:
     launch: Launch
     """Of this beginning: the rank is a place in the layout, which another process may have had before."""
     store: Store
-    """Keys of this beginning alone."""
+    """Keys of this beginning only."""
     patience_seconds: float
     """Seconds that ranks wait for each other before they begin."""
     cut: Callable[[], None] = lambda: None

@@ -54,7 +54,7 @@ class AttentionLogits:
     ) -> None:
         self.config, self.optimizer, self.groups = config, optimizer, groups
         self.layers = [layer for chunk in model for layer in find_measured_layers(chunk)]
-        # A stage may hold no attention of ours (an embedding alone): only the whole pipeline can be refused.
+        # A stage may hold no attention of ours (only an embedding): only the full pipeline can be refused.
         if not any(all_gather_object(len(self.layers), groups.pp)):
             raise ConfigError(
                 "--qk-clip and --log-max-attention-logit know the scores of this system's attention, and the model has "

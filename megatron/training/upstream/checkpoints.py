@@ -77,11 +77,11 @@ def save_checkpoint(
     returned: the next call, maybe_finalize_async_save and the end of the program wait for it, and say what has become
     of it.
 
-    model: wrapped or bare. optimizer, opt_param_scheduler: None to save weights alone. args.consumed_train_samples says
+    model: wrapped or bare. optimizer, opt_param_scheduler: None to save only weights. args.consumed_train_samples says
     which samples come next; from the iteration and the global batch sizes where it is missing. args.save and the other
     settings count as they are now. non_persistent_ckpt: save where only the newest stays, as
-    --non-persistent-save-interval does. num_floating_point_operations_so_far: load_checkpoint returns it.
-    Raises ConfigError without args.save, StorageError.
+    --non-persistent-save-interval does. num_floating_point_operations_so_far: load_checkpoint returns it. Raises
+    ConfigError without args.save, StorageError.
     """
     args = get_args()
     parts = _parts(args, model, optimizer, opt_param_scheduler)
@@ -127,7 +127,7 @@ def load_checkpoint(
     """Fill all three from what args.load holds; returns (iterations done, floating-point operations so far, as they
     were saved by such a loop; 0 otherwise).
 
-    ddp_model: wrapped or bare. optimizer, opt_param_scheduler: None to load weights alone. args.consumed_train_samples
+    ddp_model: wrapped or bare. optimizer, opt_param_scheduler: None to load only weights. args.consumed_train_samples
     then says which samples come next. load_arg: "load" only. strict: False also takes a checkpoint that lacks
     tensors of the model, which then keep their values, and names them.
     A release counts as iteration 0. Raises CheckpointError.

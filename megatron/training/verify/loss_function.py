@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of one step as a function of the weights alone: the function whose derivatives the gradients claim to be.
+"""The loss of one step as a function of only the weights: the function whose derivatives the gradients claim to be.
 
 It is computed from what a run reports, not from what it runs backward through: a wrong scale is in only one of them.
 Everything but the weights is constant:
@@ -113,7 +113,7 @@ class LossFunction:
 class _HeldInputs(TorchFunctionMode):
     """Gives what a forward pass detaches the values of the first one: gradients are not to know that it moves.
 
-    Scalars are left alone: they are losses on their way into the log.
+    Scalars are unchanged: they are losses on their way into the log.
     """
 
     def __init__(self, values: list[Tensor] | None) -> None:

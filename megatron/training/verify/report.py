@@ -17,7 +17,7 @@ _BETWEEN = {
     "key": " (bias, heads, their norms, rotary positions)",
     "value": " (bias, heads)",
 }
-"""Modules that lie between the output of a module and the input of the next one that is compared, by its part."""
+"""Modules between the output of a module and the input of the next one that is compared, by its part."""
 _PLURAL = {
     Moment.DATA: "{} tensors that were read",
     Moment.FORWARD: "{} activations",
