@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Differences between the settings of a checkpoint and those of this run, in the words of the command line.
+"""Differences between the settings of a checkpoint and of this run, in the words of the command line.
 
 What a difference means is said by the field's kind (megatron/core/setting.py). Shapes are compared tensor by tensor
-when weights are loaded; which function the weights are for stands nowhere but in the settings.
+when weights are loaded; which function the weights are for is only in the settings.
 """
 
 from __future__ import annotations

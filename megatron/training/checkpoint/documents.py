@@ -27,8 +27,8 @@ def read_state(checkpoint: Path, *, counts_steps: bool = True) -> dict[str, Any]
     """`state.json`: progress, optimizer and scheduler, the last two None where they were not saved. Raises
     CheckpointError.
 
-    counts_steps: whether the run's scheduler is the one of this program, whose state has a count; what one of the
-    user's own keeps is for that one to look over.
+    counts_steps: whether the run's scheduler is this program's, whose state has a count; a user's scheduler checks its
+    state itself.
     """
     state = read_document(checkpoint, STATE)
     _require(isinstance(state, dict), checkpoint, STATE, "the whole of it")
@@ -53,7 +53,7 @@ def read_state(checkpoint: Path, *, counts_steps: bool = True) -> dict[str, Any]
 
 
 def read_rng(checkpoint: Path, rank: int) -> dict[str, Any]:
-    """`rng.json`: the layout, and an entry for each rank, of which that of `rank` is looked over, if there is one.
+    """`rng.json`: the layout, and an entry for each rank, of which `rank`'s is checked, if there is one.
     Raises CheckpointError."""
     document = read_document(checkpoint, RNG)
     _require(isinstance(document, dict), checkpoint, RNG, "the whole of it")
@@ -91,7 +91,7 @@ def _are_words(values: Any, count: int) -> bool:
 
 
 def _is_python_state(value: Any) -> bool:
-    """Return whether this is what `random.getstate()` returned, with the position behind the words."""
+    """Return True if this is what `random.getstate()` returned, with the position after the words."""
     if not isinstance(value, list) or len(value) != 3:
         return False
     version, internal, gauss_next = value

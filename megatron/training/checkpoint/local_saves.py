@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""--non-persistent-ckpt-type local: what a run saves on the ranks' own nodes, and when it goes on from there."""
+"""--non-persistent-ckpt-type local: what a run saves on the ranks' nodes, and when it continues from there."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def save_locally(run: Run, tensors: ShardedStateDict, documents: Mapping[str, An
     directory = find_rank_directory(find_local_directory(settings, root), groups.world.rank())
     documents = dict(documents)
     if rng := documents.get(RNG):
-        # Those of all ranks in the files of each would grow with the square of their number.
+        # All ranks' states in the files of each would grow with the square of their number.
         own = [entry if rank == groups.world.rank() else None for rank, entry in enumerate(rng["ranks"])]
         documents[RNG] = {**rng, "ranks": own}
     said = on_first_rank(groups.world, lambda: non_persistent.build_document(Path(root)))
@@ -78,8 +78,8 @@ def _copy_to_partners(run: Run, iteration: int, path: Path, directory: Path, cop
 
 
 def find_local_part(run: Run, root: Path) -> FoundPart | None:
-    """This rank's part of a local checkpoint of --load `root` that is newer than all that lies there; None on every
-    rank where there is none, with a warning where one was passed over."""
+    """Return this rank's part of a local checkpoint of --load `root` that is newer than everything there; None on every
+    rank where there is none, with a warning where one was skipped."""
     settings, groups = run.config.checkpoint, run.groups
     if not settings.loads_locally:
         return None

@@ -58,7 +58,7 @@ def list_non_persistent_directories(settings: CheckpointConfig, root: str) -> se
 def prepare_save(settings: CheckpointConfig, world: Group) -> list[DirectoryLock]:
     """Before training: can checkpoints be saved? Also finishes or removes what a crash left in their directories.
 
-    Returns the locks of these directories on the first rank, and on every rank that of its own directory of local
+    Returns the locks of these directories on the first rank, and on every rank the lock of its directory of local
     checkpoints; none without --save. Raises on every rank ConfigError when one is a file, cannot be made or cannot be
     written to, TemporaryError when another run has it.
     """
@@ -81,7 +81,7 @@ def prepare_save(settings: CheckpointConfig, world: Group) -> list[DirectoryLock
         done = take(root, "--save" if settings.ckpt_convert_save is None else "--ckpt-convert-save")
         own = find_global_directory(settings, str(root))
         if settings.non_persistent_global_ckpt_dir is None:
-            # It belongs to whoever has --save. An earlier run may have left something in it.
+            # It belongs to the run that has --save. An earlier run may have left something in it.
             with refuse_unwritable(own):
                 if saves_globally:
                     own.mkdir(exist_ok=True)
@@ -92,7 +92,7 @@ def prepare_save(settings: CheckpointConfig, world: Group) -> list[DirectoryLock
         own = find_rank_directory(find_local_directory(settings, str(root)), world.rank())
         given = settings.non_persistent_local_ckpt_dir
         flag = "--non-persistent-ckpt-type in_memory" if given is None else "--non-persistent-local-ckpt-dir"
-        # Only what lies below the directory that was named is ours to make.
+        # Only what is below the directory that was named is ours to make.
         for directory in (own.parent.parent, own.parent):
             make_save_directory(directory, flag)
         return take(own, flag)

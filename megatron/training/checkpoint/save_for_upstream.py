@@ -6,7 +6,7 @@
 | torch               | a pickled file for each model-parallel rank of this run (legacy_write.py)   |
 | upstream_torch_dist | torch's DCP with upstream's keys, for any layout (upstream_dist_write.py)   |
 
-The directories become visible as ours do, with a manifest beside upstream's files.
+The directories become visible as ours do, with a manifest next to upstream's files.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ MAIN_PARAM_PREFIX = f"{OPTIMIZER_PREFIX}fp32_param."
 def save_torch(run: Run) -> Path:
     """Save the run as upstream's --ckpt-format torch does, and return the directory. Every rank calls this.
 
-    Where replicas divide parameters or the optimizer's state, they put them together: the files are those of a run that
-    divides nothing. Raises StorageError on every rank.
+    Where replicas divide parameters or the optimizer's state, they gather them: the files are the same as without
+    division. Raises StorageError on every rank.
     """
     groups = run.groups
     stage = groups.pp.rank() if groups.grid.pp > 1 else None
@@ -106,7 +106,7 @@ def save_upstream_dist(run: Run) -> Path:
     if ranks:
         sharding, state = to_upstream.DP_RESHARDABLE, {}
     elif state and sharding is not None and not to_upstream.is_mixed(run):
-        # Upstream's distributed optimizer has main parameters also where they are those of the model.
+        # Upstream's distributed optimizer has main parameters even where they equal the model's.
         main = {f"{MAIN_PARAM_PREFIX}{name}": tensor for name, tensor in model.items() if name in _list_trained(run)}
         state = {key: dataclasses.replace(tensor, key=key) for key, tensor in main.items()} | state
     plan = read_plan(run.config.model)
@@ -163,7 +163,7 @@ def _build_objects(run: Run, sharding: str | None) -> dict[str, Any]:
     }
     if not settings.no_save_rng:
         place = [(groups.pp.rank(), grid.pp), (groups.tp.rank(), grid.tp)]
-        # With experts on several ranks each replica has generators of its own.
+        # With experts on several ranks each replica has separate generators.
         place += [(groups.dp.rank(), grid.dp)] if grid.ep > 1 else []
         objects[name_object("rng_state", place)] = to_upstream.build_rng_state()
     if rank == 0:
@@ -362,14 +362,14 @@ def _list_held(run: Run, *, with_state: bool) -> Iterator[_HeldParameter]:
             if (found := slices.get(placement.name)) is not None:
                 start = None if found.is_whole else found.start
                 state = {kind: (values, start) for kind, values in found.tensors.items()}
-            # A tied embedding on the last stage is a parameter of its own, also for upstream.
+            # A tied embedding on the last stage is a separate parameter, also for upstream.
             yield _HeldParameter(
                 number, name, placement, parameter.requires_grad, chunk.get_held_part(parameter), state
             )
 
 
 def _complete(run: Run, held: list[_HeldParameter]) -> dict[bool, _TensorGather]:
-    """Return what puts divided parameters together: those of experts (True), and the others."""
+    """Return what gathers divided parameters: of experts (True), and the others."""
     return {
         of_experts: _TensorGather(
             run.groups.get_replicas(of_experts), [entry for entry in held if entry.placement.is_expert == of_experts]
@@ -422,7 +422,7 @@ class _TensorGather:
         whole = torch.zeros(shape, dtype=dtype, device=device)
         if values is not None:
             whole.view(-1)[start : start + values.numel()] = values.reshape(-1)
-        # The largest of each byte: bit for bit that of whoever has it, also where several do.
+        # The largest of each byte: bit for bit its holder's, also where several hold it.
         all_reduce(whole.view(-1).view(torch.uint8), self.group, "max")
         # The memory of a GPU has no room for all of them.
         return whole.cpu()

@@ -47,7 +47,7 @@ LAYOUT = (
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A checkpoint in memory: where it lies, its settings, its recipe and its model, in evaluation mode."""
+    """A checkpoint in memory: its path, its settings, its recipe and its model, in evaluation mode."""
 
     path: Path
     config: RunConfig
@@ -80,8 +80,8 @@ def read_trained_config(
 ) -> RunConfig:
     """The settings with which the model of a checkpoint is used by so many processes.
 
-    layout: fields of LAYOUT and their values. Where there are none it is that of the run that saved the checkpoint, if
-    it had so many processes, or else tensor parallelism over all of them. Raises CheckpointError when there is no
+    layout: fields of LAYOUT and their values. By default it is the layout of the run that saved the checkpoint, if it
+    had so many processes, or else tensor parallelism over all of them. Raises CheckpointError when there is no
     checkpoint of ours, ConfigError for a layout that does not fit the model or the processes.
     """
     return _read_config(_find(root, iteration, ProcessGroupCollection.single()).path, bf16, layout or {}, ranks)
@@ -109,7 +109,7 @@ def load_trained_model(
     config = _read_config(found.path, bf16, layout or {}, groups.world.size())
     device = current_device()
     if not is_cuda(device):
-        replace_gpu_settings(config)  # the numbers are the same, and nobody asks for a kernel here
+        replace_gpu_settings(config)  # the numbers are the same, and no kernel is requested here
     recipe = build_recipe(config)
     with torch.device(device):
         model = recipe.build_model(
@@ -131,7 +131,7 @@ def _find(root: Path, iteration: int | None, groups: ProcessGroupCollection) -> 
 
 
 def _read_config(path: Path, bf16: bool, layout: Mapping[str, int], ranks: int) -> RunConfig:
-    """The checkpoint's settings, for these processes in this number format, with the tokenizer files it carries."""
+    """Return the checkpoint's settings, for these processes in this dtype, with its tokenizer files."""
     content = serialization.read_document(path, CONFIG)
     try:
         # Settings of another release may lack names, or have values of types that no longer fit.

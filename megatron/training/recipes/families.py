@@ -2,8 +2,8 @@
 """The table of model families: their flags, the fields of their config.json, and the names of their weights.
 
 docs/models.md lists the flags of published models as this table gives them; the tests compare tiny random models of
-every family with those of Hugging Face transformers, through the files that transformers writes. `family.py` says what
-the entries mean. Sources: the configuration classes of transformers, and the files of the published checkpoints.
+every family with Hugging Face transformers', through the files that transformers writes. `family.py` says what the
+entries mean. Sources: the configuration classes of transformers, and the files of the published checkpoints.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ FAMILIES: tuple[Family, ...] = (
     build_llama(
         "OLMoE", "olmoe", "OlmoeForCausalLM",
         flags="--qk-layernorm --qk-norm-scope all",
-        # The width of an expert is called like that of a dense MLP.
+        # The width of an expert has the name of a dense MLP's.
         settings=(HEAD_WIDTH, ConfigKey("num_experts", "--num-experts"), TOP_K, UNNORMALISED),
         rows={**QK_NORMS, **EXPERTS},
         other_names={"num_local_experts": "num_experts"}, expects={"sliding_window": None},

@@ -53,7 +53,7 @@ _Judge = Callable[[Any], bool]
 def build_flags(family: Family, config: Mapping[str, Any], *, with_sizes: bool = True) -> list[str]:
     """The flags of a model whose config.json is `config`, each with its values: ["--swiglu", "--kv-channels 128", ...].
 
-    with_sizes: also those of the shape. The tokenizer's are not among them. Raises ConfigError where the model does
+    with_sizes: also the shape's flags. The tokenizer's are not among them. Raises ConfigError where the model does
     something that no flag of its family says.
     """
     config = complete_fields(family, config)
@@ -71,7 +71,7 @@ def build_flags(family: Family, config: Mapping[str, Any], *, with_sizes: bool =
         # The number of layers follows from their letters.
         settings = tuple(setting for setting in settings if setting.flag != "--num-layers")
         pattern = build_pattern(family.letters, config, has_experts=uses_experts(config))
-        # What begins like a flag is none behind an equals sign.
+        # After an equals sign, a word that begins like a flag is none.
         flags += [f"--hybrid-layer-pattern{'=' if pattern.startswith('-') else ' '}{pattern}"] if with_sizes else []
     # Two fields may say the same.
     flags = list(
@@ -135,7 +135,7 @@ def _list_fields(setting: ConfigKey) -> list[str]:
 
 
 def _list_ropes(family: Family, rope: object) -> list[Mapping[str, Any]]:
-    """Of `rope_parameters`, those of each kind of layer."""
+    """List the `rope_parameters` of each kind of layer."""
     if not isinstance(rope, Mapping):
         return []
     kinds = [rope[kind] for kind in family.rope if kind in rope] if FULL in family.rope else []
@@ -257,8 +257,8 @@ def _says_nothing(value: object) -> bool:
 
 
 def complete_fields(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
-    """All fields that the family's class in transformers has for a config.json, by their names there; those of rotary
-    positions in `rope_parameters`. Raises ConfigError for a value that no model has, and for two that contradict."""
+    """All fields that the family's class in transformers has for a config.json, by their names there; rotary positions
+    in `rope_parameters`. Raises ConfigError for a value that no model has, and for two that contradict."""
     fields = {name: _read_endless(value) for name, value in config.items()}
     for other, name in family.other_names.items():
         if other in fields:
@@ -326,7 +326,7 @@ def _build_rope_flags(family: Family, config: Mapping[str, Any]) -> list[str]:
     flags, settings, expects = ROPE_TYPES[kind]
     _check(family, rope, expects)
     if local is not None:
-        # transformers does not look for it among those of one kind of layers.
+        # transformers does not look for it in the fields of one kind of layer.
         _check(family, rope, {"truncate": True})
     for setting in settings:
         if setting.needed and rope.get(setting.theirs) is None:
@@ -337,7 +337,7 @@ def _build_rope_flags(family: Family, config: Mapping[str, Any]) -> list[str]:
         given, missing = ("mscale_all_dim", "mscale") if everywhere else ("mscale", "mscale_all_dim")
         raise ConfigError(f"{family.name}: {given} {rope[given]} without {missing} has no meaning; give both")
     if kind in ("yarn", "longrope") and any(setting.flag == "--qk-l2-norm" for setting in family.settings):
-        # Theirs takes the norms of queries and keys behind the rotation, and so the factor on them away again.
+        # Theirs normalises queries and keys after the rotation, and so removes the factor on them.
         raise _refuse(family, f"{ROPE}.rope_type", kind, "only 'default', 'linear' and 'llama3' are known")
     if everywhere and kind != "yarn" and "--multi-latent-attention" in family.flags:
         raise _refuse(
@@ -385,7 +385,7 @@ def _build_flag(family: Family, config: Mapping[str, Any], setting: ConfigKey) -
         case "window":
             if value < 1:
                 raise _refuse(family, setting.theirs, value, "a window has 1 token or more")
-            # Theirs counts the token itself, ours the tokens before and behind it.
+            # Theirs counts the token itself, ours the tokens before and after it.
             return [f"{setting.flag} {int(value) - 1},0"]
         case "window layers":
             sees_all = [kind == FULL for kind in _judge_layers(family, config, setting, value)]
@@ -416,7 +416,7 @@ def _build_flag(family: Family, config: Mapping[str, Any], setting: ConfigKey) -
         case "two best" if value == 0:
             raise _refuse(family, setting.theirs, value, "tokens need 1 group of experts or more")
         case "two best":
-            # What our own rule, as many of the best as a token uses of a group, would come to.
+            # The result of our rule: as many of the best as a token uses of a group.
             return [] if config["num_experts_per_tok"] // value == 2 else [f"{setting.flag} two-best"]
         case "factors":
             return [" ".join([setting.flag, *map(describe_number, value)])]
