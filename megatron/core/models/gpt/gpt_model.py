@@ -240,7 +240,8 @@ class GPTModel(LanguageModule):
         if self.states_in > 1 and decoder_input is None:
             hidden_states, *further = hidden_states.to(parameter_dtype(self.config)).chunk(self.states_in)
         hidden_states, streams = self._run_decoder(hidden_states, inputs)
-        depths: dict[str, Any] = {"further": further, "streams": streams} if self.config.mtp_num_layers else {}
+        depths: dict[str, Any] = {} if self.config.mtp_num_layers is None else {"further": further}
+        depths |= {} if streams is None else {"streams": streams}
         output: Tensor = self._postprocess(
             hidden_states=hidden_states, input_ids=input_ids, position_ids=position_ids, labels=labels,
             rotary_pos_emb=inputs, loss_mask=loss_mask, attention_mask=attention_mask,
