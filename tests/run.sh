@@ -41,9 +41,10 @@ if ! complete "$linters"; then
 fi
 # The site of the documents is built where mkdocs is there; a machine without network does without.
 complete ", mkdocs" || python -m pip install --quiet --editable ".[docs]" || echo "note: mkdocs is missing; the site is not built" >&2
-# Likewise lm-evaluation-harness: some 40 packages, looked for without importing them.
-python -c "import importlib.util as u, sys; sys.exit(u.find_spec('lm_eval') is None)" ||
-    python -m pip install --quiet --editable ".[programs]" || echo "note: lm_eval is missing; its test is skipped" >&2
+# Likewise lm-evaluation-harness and peft: some 40 packages, looked for without importing them.
+python -c "import importlib.util as u, sys; sys.exit(not (u.find_spec('lm_eval') and u.find_spec('peft')))" ||
+    python -m pip install --quiet --editable ".[programs]" ||
+    echo "note: lm_eval or peft is missing; their tests are skipped" >&2
 python -c 'import platform, torch; print(f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}")'
 
 failed=()

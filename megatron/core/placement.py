@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 Box = tuple[tuple[int, int], ...]
 """(start, length) for every dimension of a tensor."""
 
-Kind = Literal["matrix", "router", "embedding", "positions", "head", "head_bias", "filter", "vector", "norm", "qk_norm"]
+Kind = Literal[
+    "matrix", "router", "embedding", "positions", "head", "head_bias", "filter", "vector", "norm", "qk_norm", "adapter"
+]  # fmt: skip
 """Role of a parameter in the network.
 
     matrix      weight of a linear layer inside the network; a stack of them for experts
@@ -50,6 +52,7 @@ Kind = Literal["matrix", "router", "embedding", "positions", "head", "head_bias"
     vector      bias, scale, attention sink: one number for each channel, head or expert
     norm        weight or bias of a normalisation of the hidden states
     qk_norm     weight or bias of a normalisation of queries or keys
+    adapter     matrix of low rank that is trained in place of a weight
 """
 
 

@@ -30,6 +30,7 @@ from megatron.core.errors import CheckpointError
 from megatron.core.paths import explain_no_directory
 from megatron.core.placement import Box
 from megatron.core.process_groups_config import Group
+from megatron.hf.adapters import AdaptedCheckpoint
 from megatron.hf.checkpoints import (
     ALONE,
     DeferredTensor,
@@ -290,6 +291,12 @@ class Model:
     config: RunConfig
     entries: list[Entry]
     config_json: Mapping[str, object]
+    adapters: AdaptedCheckpoint | None = None
+    """The checkpoint's adapters, where it has some."""
+
+    def read(self, key: str) -> Tensor:
+        """A weight of ours, with the adapters of its layer in it. Raises CheckpointError."""
+        return self.checkpoint.read(key) if self.adapters is None else self.adapters.read(key)
 
 
 def open_model(
@@ -305,7 +312,8 @@ def open_model(
 
 
 def _describe(checkpoint: OpenCheckpoint, families: Sequence[Family]) -> Model:
-    config = checkpoint.read_config()
+    adapted = checkpoint.read_config()
+    config = adapted.with_groups(model=adapted.model.without_adapters())
     if _EMBEDDING not in checkpoint.contents:
         raise CheckpointError(f"{checkpoint.path} has no {_EMBEDDING}; it is no checkpoint of a GPT model")
     vocab_size = checkpoint.read_shape(_EMBEDDING)[0]
@@ -322,7 +330,8 @@ def _describe(checkpoint: OpenCheckpoint, families: Sequence[Family]) -> Model:
                 f"{checkpoint.path}: {entry.key} is {checkpoint.read_shape(entry.key)}, and the settings make it "
                 f"{entry.placement.logical_shape}"
             )
-    return Model(checkpoint, config, entries, config_json)
+    adapters = None if adapted.model.lora_rank is None else AdaptedCheckpoint(checkpoint, adapted, vocab_size)
+    return Model(checkpoint, config, entries, config_json, adapters)
 
 
 def export_model(
@@ -358,7 +367,7 @@ def export_model(
         progress = ConversionProgress("converting", count_values(model.entries), group)
         if group.rank() == 0:
             write_json_and_files(directory, config_json, others)
-        tensors = split_all(model.entries, checkpoint.read, own, store)
+        tensors = split_all(model.entries, model.read, own, store)
         write_tensors(directory, shapes, watch(tensors, progress), files, share=share)
         progress.end()
 
@@ -366,7 +375,7 @@ def export_model(
         on_every_rank(group, lambda: write(temporary))
         if verify:
             tensors = with_everyone(group, lambda: open_tensors(temporary))
-            verify_weights(model.entries, checkpoint.read, tensors.read, group, store)
+            verify_weights(model.entries, model.read, tensors.read, group, store)
         if check is not None:
             on_first_rank(group, lambda: check(temporary))
     return output

@@ -90,6 +90,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--ckpt-step", metavar="N", type=int, help="iteration of the source to convert (the latest)")
     add("--ckpt-format", choices=("torch_dist", "torch"), default="torch_dist",
         help="of --target megatron; torch: upstream's files of each rank, weights alone (torch_dist)")  # fmt: skip
+    add(
+        "--adapter",
+        action="store_true",
+        help="of --target hf: only the adapters, as a directory that peft reads, instead of merged weights",
+    )
     add("--fp8-weights", action="store_true",
         help="of --target hf: linear layers in FP8 with scales of 128 x 128, as DeepSeek-V3 has them")  # fmt: skip
     add("--family", metavar="FILE.py", type=path,
@@ -108,8 +113,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
             raise ConfigError(f"{name} {value} must be at least 1")
     if arguments.target == "hf" and arguments.ckpt_format != "torch_dist":
         raise ConfigError("--ckpt-format torch is a format of --target megatron; leave it out")
-    if arguments.target != "hf" and arguments.fp8_weights:
-        raise ConfigError("--fp8-weights is a format of --target hf; leave it out")
+    for name in ("fp8_weights", "adapter"):
+        if arguments.target != "hf" and getattr(arguments, name):
+            raise ConfigError(f"--{name.replace('_', '-')} is a format of --target hf; leave it out")
+    if arguments.adapter and arguments.fp8_weights:
+        raise ConfigError("--adapter writes no weights of the model; leave --fp8-weights out")
     if arguments.source == "hf" and arguments.ckpt_step is not None:
         raise ConfigError(f"--ckpt-step {arguments.ckpt_step} chooses a checkpoint, and --source hf has none")
     return arguments
@@ -172,6 +180,8 @@ def _write_ranks(root: Path, iteration: int | None, output: Path, tensor_ranks: 
 
 
 def _to_hf(arguments: argparse.Namespace, group: Group) -> None:
+    from megatron.core.dist_checkpointing.agreement import on_first_rank
+    from megatron.hf.adapters import write_adapter
     from megatron.hf.conversion import export_model, open_model
     from megatron.hf.logits import compare_logits
     from megatron.hf.upstream_source import as_ours
@@ -181,6 +191,9 @@ def _to_hf(arguments: argparse.Namespace, group: Group) -> None:
     # Upstream's checkpoint becomes one of ours first, next to the result: only ours are converted to each family.
     with as_ours(*place, arguments.output_path, verify=verify, group=group) as (root, iteration):
         model = open_model(root, iteration, families, group)
+        if arguments.adapter:
+            on_first_rank(group, lambda: write_adapter(model.adapters, model.entries, arguments.output_path))
+            return
 
         def check(result: Path) -> None:
             # Rounded weights compute other logits, by an amount that says nothing about the conversion.

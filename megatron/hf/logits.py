@@ -18,6 +18,7 @@ from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.stacked_parameters import list_parameters
 from megatron.core.tensor_parallel.parameters import declare_vocabulary
+from megatron.hf.adapters import AdaptedCheckpoint
 from megatron.hf.checkpoints import OpenCheckpoint
 from megatron.hf.entries import count_values, list_entries
 from megatron.training.recipes.families import FAMILIES, find_family
@@ -88,14 +89,20 @@ def _compute_theirs(directory: Path, ids: Tensor, families: Sequence[Family]) ->
 
 
 def _load(checkpoint: OpenCheckpoint, vocab_size: int) -> nn.Module:
-    """The model in float32 with its weights, without its tokenizer."""
-    config = checkpoint.read_config()
+    """The model in float32 with its weights, adapters merged into them as they are rounded, without its tokenizer."""
+    saved = checkpoint.read_config()
+    config = saved.with_groups(model=saved.model.without_adapters())
     config = config.with_groups(
         model=config.model.on_one_process(bf16=False, fp16=False, params_dtype=None, perform_initialization=False)
     )
     groups = ProcessGroupCollection.single()
     model = build_gpt_model(config, vocab_size, pg_collection=groups)
     declare_vocabulary(model, vocab_size)
+    if saved.model.lora_rank is not None:
+        read = AdaptedCheckpoint(checkpoint, saved, vocab_size).read
+        for name, parameter in list_parameters(model):
+            parameter.data.copy_(read(get_placement(parameter, name).name))
+        return model.eval()
     parameters = ((parameter, get_placement(parameter, name)) for name, parameter in list_parameters(model))
     serialization.load(model_state(parameters), checkpoint.found, groups.world)
     return model.eval()

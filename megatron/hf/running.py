@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.validation import KeyReport, fill_wanted
 from megatron.core.errors import ConfigError
 from megatron.core.paths import explain_unmakeable_directory
 from megatron.core.process_groups_config import Group
+from megatron.hf.adapters import AdapterDirectory
 from megatron.hf.checkpoints import fresh_directory
 from megatron.hf.conversion import CARRIED, Source, open_source, write_hf_directory
 from megatron.hf.entries import Entry, list_entries
@@ -55,6 +56,12 @@ class HuggingFaceFiles:
         predicts = config.model.mtp_num_layers is not None
         source = open_source(directory, asked_by="--load", families=self._families, with_prediction=predicts)
         return HuggingFaceModel(source)
+
+    def open_adapter(self, directory: Path, config: RunConfig, vocab_size: int) -> AdapterDirectory:
+        """Look at a directory that peft has saved. Raises CheckpointError or ConfigError."""
+        base = config.with_groups(model=config.model.without_adapters())
+        family, _ = describe_run(base, vocab_size, self._families)
+        return AdapterDirectory(directory, config, list_entries(family, base, vocab_size), vocab_size)
 
     def list_attachments(self, config: RunConfig) -> dict[str, Path]:
         """Name in a checkpoint -> file: config.json and generation config of the model that the run started from."""
@@ -148,6 +155,10 @@ def describe_run(
     """Return the family of a run's model and its config.json: the one it started from where that still describes it.
     Raises ConfigError for a model that no family computes."""
     model = config.model
+    if model.lora_rank is not None:
+        raise ConfigError(
+            "weights with adapters are written by python -m megatron convert --target hf, from a checkpoint of --save"
+        )
     dtype = torch.bfloat16 if model.bf16 else torch.float16 if model.fp16 else torch.float32
     origin = find_origin(config)
     carried = (

@@ -58,9 +58,12 @@ def read_settings(
     return read_run_config(argv, {})
 
 
-def build_empty_model(config: RunConfig, vocab_size: int) -> nn.Module:
-    """The whole model without values (device `meta`): the names and shapes of our parameters."""
+def build_empty_model(config: RunConfig, vocab_size: int, *, with_adapters: bool = False) -> nn.Module:
+    """The whole model without values (device `meta`): the names and shapes of our parameters. with_adapters: with those
+    of --lora-rank, for which no family has a row."""
     settings = config.model.on_one_process(init_model_with_meta_device=True)
+    if not with_adapters:
+        settings = settings.without_adapters()
     with torch.device("meta"):
         return build_gpt_model(
             config.with_groups(model=settings), vocab_size, pg_collection=ProcessGroupCollection.single()

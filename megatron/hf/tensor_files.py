@@ -69,14 +69,16 @@ class TensorDirectory(Protocol):
         """A part of a tensor: (start, length) for each dimension. No more than that is read where it is worth it."""
 
 
-def open_tensors(directory: Path) -> TensorDirectory:
-    """The weights in a directory; only headers are read. Raises CheckpointError for missing and damaged files."""
-    if shards := _find_shards(directory, "model", "safetensors"):
+def open_tensors(directory: Path, stem: str = "model") -> TensorDirectory:
+    """The weights in a directory; only headers are read. Raises CheckpointError for missing and damaged files. stem: of
+    the files' names; peft's adapters are in adapter_model."""
+    pickled = "pytorch_model" if stem == "model" else stem
+    if shards := _find_shards(directory, stem, "safetensors"):
         return _SafetensorsFiles(shards)
-    if shards := _find_shards(directory, "pytorch_model", "bin"):
+    if shards := _find_shards(directory, pickled, "bin"):
         return _TorchFiles(shards)
     raise CheckpointError(
-        f"{directory} holds neither model.safetensors nor pytorch_model.bin (nor {_INDEX_NAME}); "
+        f"{directory} holds neither {stem}.safetensors nor {pickled}.bin (nor {stem}.safetensors.index.json); "
         "give the directory that save_pretrained() wrote"
     )
 

@@ -73,7 +73,9 @@ def count_state_bytes(
     total = 0.0
     for elements, of_experts in ((dense, False), (experts, True)):
         total += elements * count_element_bytes(
-            replicas, optimizer, weight=count_bytes(model), gradient=count_gradient_bytes(model, replicas),
+            replicas, optimizer, weight=count_bytes(model),
+            # Adapters themselves, some hundredths of the weights, are left out.
+            gradient=count_gradient_bytes(model, replicas) if model.lora_rank is None else 0,
             copies=count_copies(model, workload.data_parallel_size, of_experts=of_experts),
             offloaded=workload.offloaded_state,
         )  # fmt: skip

@@ -38,7 +38,7 @@ from megatron.core.timers import Timers
 from megatron.core.traffic import Traffic
 from megatron.core.transformer.execution.compilation import compile_regions, find_obstacle
 from megatron.core.transformer.execution.cuda_graphs import record_layers
-from megatron.training.checkpoint.foreign_files import prepare_foreign_save
+from megatron.training.checkpoint.foreign_files import load_adapter, prepare_foreign_save
 from megatron.training.checkpoint.save_and_load import load_checkpoint
 from megatron.training.checkpoint.save_directories import prepare_save, refuse_to_undo
 from megatron.training.config.container import RunConfig
@@ -83,6 +83,7 @@ def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[H
         # Last, because it writes into the memory of everything in the run: weights, optimizer, schedule, progress,
         # hooks.
         load_checkpoint(run)
+        load_adapter(run)
         refuse_to_undo(config, process.groups.world, run.progress)
         if config.training.phase_transitions:
             build_phase_data(run)

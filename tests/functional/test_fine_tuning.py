@@ -25,7 +25,7 @@ TEMPLATE = (
 )
 SMALL = {
     "--nproc_per_node 8": "--nproc_per_node 2", "--seq-length 4096": "--seq-length 128", "--train-iters 500":
-    "--train-iters 20", "--lr 1e-5": "--lr 1e-2", "--lr-warmup-iters 20": "--lr-warmup-iters 2",
+    "--train-iters 20", "--lr-warmup-iters 20": "--lr-warmup-iters 2",
     "--global-batch-size 64": "--global-batch-size 8",
 }  # fmt: skip
 """What the page says -> what a test has time for."""
@@ -61,13 +61,21 @@ def run_command(command: str, directory: Path) -> str:
     return done.stdout
 
 
-def test_the_four_commands_teach_an_answer(tmp_path: Path) -> None:
+def read_commands(heading: str, rate: str) -> list[str]:
+    """The four commands of a section of the page, with sizes that a test has time for. rate: what the section says."""
     text = (ROOT / "docs" / "fine_tuning.md").read_text(encoding="utf-8")
-    commands = [block.replace("\\\n", " ").strip() for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)]
+    section = text.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    commands = [block.replace("\\\n", " ").strip() for block in re.findall(r"```bash\n(.*?)```", section, re.DOTALL)]
     assert len(commands) == 4
-    for said, small in SMALL.items():
-        assert said in commands[1]
-        commands[1] = commands[1].replace(said, small)
+    index = next(index for index, command in enumerate(commands) if " launch " in command)
+    for said, small in (SMALL | {f"--lr {rate}": "--lr 1e-2"}).items():
+        assert said in commands[index]
+        commands[index] = commands[index].replace(said, small)
+    return commands
+
+
+def test_the_four_commands_teach_an_answer(tmp_path: Path) -> None:
+    commands = read_commands("The four commands", "1e-5")
     make_model(tmp_path / "Qwen2.5-0.5B-Instruct")
     conversation = {"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]}
     (tmp_path / "conversations.jsonl").write_text((json.dumps(conversation) + "\n") * 100)
@@ -82,4 +90,15 @@ def test_the_four_commands_teach_an_answer(tmp_path: Path) -> None:
     asked = tokenizer.apply_chat_template(conversation["messages"][:1], tokenize=False, add_generation_prompt=True)
     ids = tokenizer(asked, return_tensors="pt").input_ids
     answered = model.generate(input_ids=ids, do_sample=False, max_new_tokens=12, pad_token_id=0)[0, ids.shape[1] :]
+    assert tokenizer.decode(answered).startswith(ANSWER)
+
+    # The same with adapters, which are also read by peft.
+    printed = [
+        run_command(command, tmp_path) for command in read_commands("Adapters instead of weights (LoRA)", "2e-4")
+    ]
+    assert ANSWER in printed[1] and "verified: every weight bit for bit; logits" in printed[2]
+    peft = pytest.importorskip("peft")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "Qwen2.5-0.5B-Instruct")
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")
+    answered = adapted.generate(input_ids=ids, do_sample=False, max_new_tokens=12, pad_token_id=0)[0, ids.shape[1] :]
     assert tokenizer.decode(answered).startswith(ANSWER)

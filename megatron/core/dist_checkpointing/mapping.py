@@ -126,6 +126,8 @@ def _describe_whole(placement: Placement, prefix: str, fallback: bool) -> dict[s
     return {
         "key": prefix + placement.name, "global_shape": placement.full_shape, "valid_rows": placement.valid_rows,
         "fallback_key": placement.name if fallback else None, "is_copy": placement.is_copy,
+        # A checkpoint of a model without adapters is where they begin.
+        "is_optional": placement.kind == "adapter",
     }  # fmt: skip
 
 

@@ -10,7 +10,8 @@ way in and one on the way out:
 
 In backward each collective becomes its transpose. A layer has a product (products.py), which multiplies by its weight
 in forward and backward, and a plan (communication_plans.py), which runs the collectives before, after or beside the
-product; `plan.multiply(product, x, weight, bias)` is all that its forward does. Whoever builds a layer may give it
+product; `plan.multiply(product, x, weight, bias)` is all that its forward does, but for an adapter where there is one
+(transformer/adapters.py). Whoever builds a layer may give it
 another product afterwards, as the output layer of float32 logits gets.
 Source: Shoeybi et al., "Megatron-LM", 2019, section 3; Korthikanti et al., 2022, section 4.2 for SP.
 
@@ -106,6 +107,7 @@ class ColumnParallelLinear(nn.Module):
         self.bias = None
         if bias:
             self.bias = declare_parameter((output_size,), init=zeros, dtype=dtype, splits=splits, parallel_dim=0)
+        self.adapter: nn.Module | None = None
         finish_layer(self, config, tp_group is None or is_expert or pg_collection is not None)
 
     def forward(self, input_: Tensor, weight: Tensor | None = None) -> LayerOutput:
@@ -113,6 +115,8 @@ class ColumnParallelLinear(nn.Module):
         weight = self.weight if weight is None else weight
         assert weight is not None, "this layer was built without a weight; hand one over with each call"
         output = self.plan.multiply(self.product, input_, weight, None if self.skip_bias_add else self.bias)
+        if self.adapter is not None:
+            output = self.adapter(input_, output)
         if self.gather_output:
             output = gather_from_tensor_model_parallel_region(output, self.tp_group)
         return output, self.bias if self.skip_bias_add else None
@@ -153,10 +157,12 @@ class ReplicatedLinear(nn.Module):
         self.bias = None
         if bias:
             self.bias = declare_parameter((output_size,), init=zeros, dtype=dtype, partial_grad_axes=partial_grad_axes)
+        self.adapter: nn.Module | None = None
 
     def forward(self, input_: Tensor) -> LayerOutput:
         """[s, b, input_size] -> [s, b, output_size], with SP of this rank's tokens; a bias has been added."""
-        return multiply(self.product, input_, self.weight, self.bias), None
+        output = multiply(self.product, input_, self.weight, self.bias)
+        return output if self.adapter is None else self.adapter(input_, output), None
 
     def extra_repr(self) -> str:
         """Sizes, for print(model)."""
@@ -204,6 +210,7 @@ class RowParallelLinear(nn.Module):
         self.bias = (
             declare_parameter((output_size,), init=zeros, dtype=dtype, partial_grad_axes=partial) if bias else None
         )
+        self.adapter: nn.Module | None = None
         finish_layer(self, config, tp_group is None or is_expert or pg_collection is not None)
 
     def forward(self, input_: Tensor) -> LayerOutput:
@@ -214,6 +221,8 @@ class RowParallelLinear(nn.Module):
         # Of several ranks each makes a part of the sum: the bias is added once, when the sum is complete.
         inner_bias = self.bias if self.tp_group.size() == 1 and not self.skip_bias_add else None
         output = self.plan.multiply(self.product, input_, self.weight, inner_bias)
+        if self.adapter is not None:
+            output = self.adapter(input_, output)
         if self.skip_bias_add:
             return output, self.bias
         return (output if self.bias is None or inner_bias is not None else output + self.bias), None

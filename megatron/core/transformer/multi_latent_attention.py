@@ -43,6 +43,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.adapters import get_merged_weight
 from megatron.core.transformer.attention import Attention, mark_as_query_key_norm, scale_queries, uses_fused_rope
 from megatron.core.transformer.compiled_regions import Compile
 from megatron.core.transformer.initialisers import input_initialiser
@@ -259,7 +260,7 @@ class MLASelfAttention(Attention):
         """query [s, b, n, d + p], latent [t, b, rk], positions [t, b, 1, p], all rotated -> [s, b, n * dv]."""
         if self._is_absorbed_cheaper(query.shape[0], latent.shape[0]):
             return self._attend_absorbed(query, latent, positions, inputs)
-        expanded = F.linear(latent, self.linear_kv_up_proj.weight).unflatten(-1, (query.shape[2], -1))
+        expanded = F.linear(latent, get_merged_weight(self.linear_kv_up_proj)).unflatten(-1, (query.shape[2], -1))
         query, key, value = join_latent_heads(query, expanded, positions, None)
         return self._attend(query, key, value, inputs)
 
@@ -281,13 +282,13 @@ class MLASelfAttention(Attention):
     def _absorb(self, query: Tensor) -> Tensor:
         """query [s, b, n, d + p] -> [s, b, n, rk + p], to be multiplied with latent vectors in place of keys."""
         plain = self.config.qk_head_dim
-        weight = self.linear_kv_up_proj.weight.unflatten(0, (query.shape[2], -1))  # [n, d + dv, rk]
+        weight = get_merged_weight(self.linear_kv_up_proj).unflatten(0, (query.shape[2], -1))  # [n, d + dv, rk]
         in_latents = torch.einsum("sbnd,ndr->sbnr", query[..., :plain], weight[:, :plain])
         return torch.cat((in_latents, query[..., plain:]), dim=-1)
 
     def _make_values(self, context: Tensor) -> Tensor:
         """Weighted sums of latent vectors [s, b, n, rk] -> of values, [s, b, n * dv]."""
-        weight = self.linear_kv_up_proj.weight.unflatten(0, (context.shape[2], -1))
+        weight = get_merged_weight(self.linear_kv_up_proj).unflatten(0, (context.shape[2], -1))
         return torch.einsum("sbnr,nvr->sbnv", context, weight[:, self.config.qk_head_dim :]).flatten(2)
 
     def _attend_to_one_head(self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs) -> Tensor:

@@ -213,5 +213,5 @@ def choose_inputs(inputs: StageInputs, rotary: RotaryKind) -> LayerInputs:
 def open_random_stream(config: TransformerConfig, training: bool, tp_group: Group) -> AbstractContextManager[None]:
     """The stream that dropout inside of layers draws from: with sequence parallelism ranks hold different tokens, so
     that it is a rank's own."""
-    draws = training and max(config.hidden_dropout, config.attention_dropout) > 0.0
+    draws = training and max(config.hidden_dropout, config.attention_dropout, config.lora_dropout) > 0.0
     return model_parallel_stream(tp_group.size()) if draws and config.sequence_parallel else nullcontext()

@@ -13,6 +13,7 @@ from megatron.core.config_base import derived, flag, get_settings, name_multiple
 from megatron.core.errors import ConfigError
 from megatron.core.plan.patterns import pattern_problems
 from megatron.core.plan.read import block_problems, letter_problems, read_plan
+from megatron.core.transformer.config_fields.adapters import AdapterFields
 from megatron.core.transformer.config_fields.attention import AttentionFields
 from megatron.core.transformer.config_fields.cuda_graphs import CudaGraphFields
 from megatron.core.transformer.config_fields.hyper_connections import HyperConnectionFields
@@ -30,6 +31,7 @@ from megatron.core.transformer.config_fields.state_mixers import StateMixerField
 
 @dataclass(kw_only=True)
 class TransformerConfig(
+    AdapterFields,
     HyperConnectionFields,
     SparseAttentionFields,
     CudaGraphFields,

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""--save-hf: the trained model in another program's files, through what the recipe brings along."""
+"""--save-hf and --load-adapter: another program's files, through what the recipe brings along."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.agreement import on_first_rank
+import torch
+
+from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_rank
 from megatron.core.errors import ConfigError, say
 from megatron.core.process_groups_config import Group
-from megatron.training.checkpoint.run_tensors import build_sharded_model_state
+from megatron.training.checkpoint.run_tensors import build_sharded_model_state, select_tensors
 from megatron.training.config.container import RunConfig
 from megatron.training.recipes.recipe import Recipe
 from megatron.training.run import Run
@@ -26,6 +28,28 @@ def prepare_foreign_save(config: RunConfig, recipe: Recipe, world: Group) -> Non
         )
     # A model that no family computes should not be found out after days of training.
     on_first_rank(world, lambda: files.prepare_save(config, recipe.vocab_size, Path(directory)))
+
+
+def load_adapter(run: Run) -> None:
+    """At the start of a run: the adapters of --load-adapter, where the run does not continue an earlier one. Every rank
+    calls this. Raises CheckpointError or ConfigError on every rank."""
+    directory, files = run.config.checkpoint.load_adapter, run.recipe.foreign_files
+    if directory is None or run.config.model.lora_rank is None or run.progress.iteration:
+        return
+    if files is None:
+        raise ConfigError(f"--load-adapter {directory}: this program reads no files of peft; start pretrain_gpt.py")
+    tensors = select_tensors(run, with_optimizer=False)
+
+    def load() -> None:
+        with torch.no_grad():
+            files.open_adapter(Path(directory), run.config, run.recipe.vocab_size).load(tensors)
+
+    on_every_rank(run.groups.world, load)
+    if run.config.checkpoint.loads_main_params(run.config.model):
+        run.optimizer.after_load()
+    else:
+        run.optimizer.reload_model_params()
+    _say(run, f"loaded the adapters of {directory}")
 
 
 def save_foreign(run: Run) -> None:

@@ -131,6 +131,9 @@ class CheckpointConfig(CheckedConfig):
     save_hf: PathText | None = None
     """Directory for the model as Hugging Face's programs read it, written when the last iteration is done. A result of
     an earlier run there is replaced."""
+    load_adapter: PathText | None = flag(None, needs=Needs("--lora-rank", lambda run: run.lora_rank is not None))
+    """Directory with adapters that peft has saved, or convert --adapter has written, to begin with; a run that --load
+    continues has its own."""
     save_params_interval: int | None = flag(None, minimum=1, unit="iterations", needs=_SAVING)
     """Iterations between dumps of the parameters in `params` in --save."""
     save_wgrads_interval: int | None = flag(None, minimum=1, unit="iterations", needs=_SAVING)

@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.durable import read_file
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.paths import explain_no_directory
 from megatron.core.setting import FieldKind
+from megatron.core.transformer.config_fields.adapters import AdapterFields
 from megatron.core.transformer.config_fields.architecture import ArchitectureFields
 from megatron.core.transformer.config_fields.attention import AttentionFields
 from megatron.core.transformer.config_fields.hyper_connections import HyperConnectionFields
@@ -49,7 +50,7 @@ _DOCUMENT, _TENSORS = "config.json", "tensors.json"
 # Classes whose fields say what the model is.
 _MODEL = (
     ArchitectureFields, AttentionFields, LatentAttentionFields, SparseAttentionFields, StateMixerFields, PositionFields,
-    HyperConnectionFields, MoEFields, MTPFields, MuPFields, GPTModelFlags,
+    HyperConnectionFields, MoEFields, MTPFields, MuPFields, AdapterFields, GPTModelFlags,
 )  # fmt: skip
 # Names code to run, which only a user's own command line may do.
 _NEVER = "spec"

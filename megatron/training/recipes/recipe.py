@@ -64,12 +64,22 @@ class ForeignModel(Protocol):
         tolerated (`validation.judge_wanted`). Raises CheckpointError on every member."""
 
 
+class ForeignAdapters(Protocol):
+    """Adapters in another program's files."""
+
+    def load(self, tensors: ShardedStateDict) -> None:
+        """Fill those of the tensors that belong to adapters. Raises CheckpointError."""
+
+
 class ForeignFiles(Protocol):
     """Reads and writes another program's model files: --load hf:DIR and --save-hf. `megatron.hf` has the one for
     Hugging Face directories; training itself knows only this project's format and upstream's."""
 
     def open(self, directory: Path, config: RunConfig) -> ForeignModel:
         """Look at a directory whose weights a run with this config is to take. Raises CheckpointError, ConfigError."""
+
+    def open_adapter(self, directory: Path, config: RunConfig, vocab_size: int) -> ForeignAdapters:
+        """Look at a directory with adapters of --lora-rank. Raises CheckpointError, ConfigError."""
 
     def list_attachments(self, config: RunConfig) -> Mapping[str, Path]:
         """Name in the run's checkpoints -> file of the model it started from that they carry along."""

@@ -19,14 +19,11 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.models.common.embeddings.rotary_choice import build_rotary_embeddings
 from megatron.core.models.common.language_module import LanguageModule
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.plan.stages import (
-    build_pipeline_layout,
-    find_embedding_use,
-    fit_virtual_stages,
-)
+from megatron.core.plan.stages import build_pipeline_layout, find_embedding_use, fit_virtual_stages
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.tensor_parallel.parameters import initialise_parameters, parameter_dtype
+from megatron.core.transformer.adapters import add_adapters
 from megatron.core.transformer.layer_inputs import StageInputs, read_stage_inputs
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLoss, TokenShift
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -155,9 +152,10 @@ class GPTModel(LanguageModule):
         return embedding
 
     def _initialise(self) -> None:
-        """Name and fill the parameters as the config says, and freeze those that --freeze-base-for-mtp does not train:
-        all but the layers of multi-token prediction."""
+        """Name and fill the parameters as the config says, and freeze those that --freeze-base-for-mtp does not train,
+        all but the layers of multi-token prediction, or --lora-rank, all but adapters."""
         on_cpu, draw = self.config.use_cpu_initialization, self.config.perform_initialization
+        add_adapters(self, self.config)
         initialise_parameters(self, seed=self.config.seed, draw_on_cpu=on_cpu, draw=draw)
         self.is_frozen = self.config.freeze_base_for_mtp and self.config.mtp_num_layers is not None
         for name, parameter in self.named_parameters():
@@ -440,8 +438,8 @@ class GPTModel(LanguageModule):
             return decoder_input
         if self.pre_process:
             hidden_states: Tensor = self.embedding(input_ids, position_ids)
-            if self.is_frozen and not self.post_process and torch.is_grad_enabled():
-                # The stage behind this one sends a gradient back, which has to lead somewhere.
+            if (self.config.lora_rank or (self.is_frozen and not self.post_process)) and torch.is_grad_enabled():
+                # What the next stage sends back has to lead somewhere, and so do parts that are computed again.
                 hidden_states.requires_grad_()
             return hidden_states
         assert self._input_tensor is not None, "this stage has no embedding; call set_input_tensor() first"

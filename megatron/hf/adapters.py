@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Low-rank adapters for Hugging Face's programs: merged into the weights, or as a directory that peft reads.
+
+adapter_config.json          rank, scale, names of the projections
+adapter_model.safetensors    base_model.model.<module>.lora_A.weight [rank, in], .lora_B.weight [out, rank]
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.dist_checkpointing.durable import storage_errors, write_file
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.paths import explain_no_directory
+from megatron.core.tensor_parallel.parameters import find_global_name
+from megatron.core.transformer.adapters import Adapter
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.hf.checkpoints import OpenCheckpoint, fresh_directory
+from megatron.hf.entries import Entry
+from megatron.hf.rows import join, split
+from megatron.hf.settings import build_empty_model
+from megatron.hf.tensor_files import open_tensors, write_tensors
+from megatron.training.config.container import RunConfig
+from megatron.training.recipes.hf_config import read_json
+
+ADAPTER_CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_IN, _OUT = ".adapter.linear_in.weight", ".adapter.linear_out.weight"
+
+
+def list_adapters(model: nn.Module) -> dict[str, Adapter]:
+    """The adapters of a model by the name of their layer in the whole model."""
+    return {
+        find_global_name(model, path).removesuffix(".adapter"): module
+        for path, module in model.named_modules()
+        if isinstance(module, Adapter)
+    }
+
+
+class AdaptedCheckpoint:
+    """A checkpoint of ours with adapters."""
+
+    def __init__(self, checkpoint: OpenCheckpoint, config: RunConfig, vocab_size: int) -> None:
+        """config: with the settings of the adapters."""
+        self._checkpoint, self._config = checkpoint, config.model
+        self._adapters = list_adapters(build_empty_model(config, vocab_size, with_adapters=True))
+
+    def read(self, key: str) -> Tensor:
+        """A weight with its adapters in it, rounded once. Raises CheckpointError."""
+        weight, layer = self._checkpoint.read(key), key.removesuffix(".weight")
+        adapter = self._adapters.get(layer) if layer != key else None
+        if adapter is None:
+            return weight
+        change = adapter.compute_change(self._checkpoint.read(layer + _IN), self._checkpoint.read(layer + _OUT))
+        return (weight.to(change.dtype) + change).to(weight.dtype)
+
+    def write(self, output: Path, entries: list[Entry]) -> None:
+        """Write the adapters as a directory that peft reads; see write_adapter()."""
+        tensors: dict[str, Tensor] = {}
+        names: set[str] = set()
+        for entry in entries:
+            layer = entry.key.removesuffix(".weight")
+            if layer == entry.key or (adapter := self._adapters.get(layer)) is None:
+                continue
+            a, b = self._checkpoint.read(layer + _IN), self._checkpoint.read(layer + _OUT)
+            for module, number, rows in _split_rows(entry, adapter, b):
+                names.add(module.rpartition(".")[2])
+                tensors[f"{_PREFIX}{module}.lora_A.weight"] = a.split(adapter.rank)[number]
+                tensors[f"{_PREFIX}{module}.lora_B.weight"] = rows
+        tensors = {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}
+        shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        content = json.dumps(_describe(self._config, names), indent=2, sort_keys=True) + "\n"
+        with fresh_directory(output) as temporary, storage_errors(f"writing {output}"):
+            write_tensors(temporary, shapes, iter(tensors.items()), {WEIGHTS: list(shapes)})
+            write_file(temporary / ADAPTER_CONFIG, content.encode())
+
+
+class AdapterDirectory:
+    """A directory that peft has saved, whose adapters a run is to start from; see `ForeignAdapters`."""
+
+    def __init__(self, directory: Path, config: RunConfig, entries: list[Entry], vocab_size: int) -> None:
+        """config: of the run. entries: of its model without adapters. Raises CheckpointError for missing, damaged and
+        surplus tensors, ConfigError where the run's settings are others."""
+        if problem := explain_no_directory(directory):
+            raise CheckpointError(f"--load-adapter {directory} {problem}; give a directory that peft has saved")
+        _compare_settings(directory / ADAPTER_CONFIG, config.model)
+        self._tensors = open_tensors(directory, "adapter_model")
+        self._entries: dict[str, Entry] = {}
+        self._adapters = list_adapters(build_empty_model(config, vocab_size, with_adapters=True))
+        expected: dict[str, tuple[int, ...]] = {}
+        for entry in entries:
+            layer = entry.key.removesuffix(".weight")
+            if layer != entry.key and (adapter := self._adapters.get(layer)) is not None:
+                self._entries[layer] = entry
+                b = torch.empty(adapter.linear_out.weight.shape, device="meta")
+                for module, _, rows in _split_rows(entry, adapter, b):
+                    expected[f"{_PREFIX}{module}.lora_A.weight"] = (adapter.rank, adapter.linear_in.weight.shape[1])
+                    expected[f"{_PREFIX}{module}.lora_B.weight"] = tuple(rows.shape)
+        found = {name: tuple(tensor.shape) for name, tensor in self._tensors.contents.items()}
+        for name in sorted(expected.keys() | found.keys()):
+            if expected.get(name) != found.get(name):
+                sizes = [str(sizes.get(name, "missing")) for sizes in (found, expected)]
+                raise CheckpointError(
+                    f"--load-adapter {directory}: {name} is {sizes[0]} there and {sizes[1]} in this model; give the "
+                    "model that it was trained for, and its --lora-target-modules"
+                )
+
+    def load(self, tensors: ShardedStateDict) -> None:
+        """Fill those of the tensors that belong to adapters. Raises CheckpointError."""
+        for tensor in tensors.values():
+            name = tensor.fallback_key or tensor.key
+            if not name.endswith((_IN, _OUT)):
+                continue
+            full = self._make(*name.split(".adapter."))
+            for index, block in enumerate(tensor.blocks):
+                tensor.block(index).copy_(full[tuple(slice(start, start + length) for start, length in block.box)])
+
+    def _make(self, layer: str, matrix: str) -> Tensor:
+        entry, adapter = self._entries[layer], self._adapters[layer]
+        b = torch.empty(adapter.linear_out.weight.shape, device="meta")
+        modules = {number: module for module, number, _ in _split_rows(entry, adapter, b)}
+        if matrix == "linear_in.weight":
+            names = [f"{_PREFIX}{modules[number]}.lora_A.weight" for number in range(len(adapter.chosen))]
+            return torch.cat([self._tensors.read(name) for name in names])
+        parts = []
+        for projection, rows in zip(adapter.projections, split(entry.row, entry.config, b), strict=True):
+            if projection in adapter.chosen:
+                module = modules[adapter.chosen.index(projection)]
+                parts.append(self._tensors.read(f"{_PREFIX}{module}.lora_B.weight"))
+            else:
+                parts.append(torch.zeros(rows.shape))
+        return join(entry.row, entry.config, parts)
+
+
+def _compare_settings(file: Path, config: TransformerConfig) -> None:
+    """Raise ConfigError where an adapter_config.json says something else than the run's settings."""
+    fields, expected = read_json(file), _describe(config, set())
+    remedies = {
+        "r": "--lora-rank {}", "lora_alpha": "--lora-alpha {}", "use_rslora": "the --lora-type that it says",
+    }  # fmt: skip
+    for name in ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "bias", "modules_to_save", "rank_pattern",
+                 "alpha_pattern", "fan_in_fan_out"):  # fmt: skip
+        found = fields.get(name, expected[name])
+        if found != expected[name] and (found or expected[name]):
+            remedy = remedies.get(name, "adapters of another form than --lora-type lora and rslora cannot be loaded")
+            remedy = f"give {remedy.format(found)}" if name in remedies else remedy
+            raise ConfigError(f"{file}: {name} is {found!r} and {expected[name]!r} in this run; {remedy}")
+
+
+def write_adapter(checkpoint: AdaptedCheckpoint | None, entries: list[Entry], output: Path) -> None:
+    """Write the adapters of a checkpoint as a directory that peft reads.
+
+    Raises CheckpointError where it has none, ConfigError for a family that packs what has several adapters here, or
+    StorageError; `output` then does not exist.
+    """
+    if checkpoint is None:
+        raise CheckpointError("--adapter: the checkpoint has none, it was trained without --lora-rank; leave it out")
+    checkpoint.write(output, entries)
+
+
+def _split_rows(entry: Entry, adapter: Adapter, b: Tensor) -> Iterator[tuple[str, int, Tensor]]:
+    """Yield for each adapter of a layer: their module, the number of its A, and its B [out, rank]."""
+    modules = _list_modules(entry, adapter)
+    for module, projection, rows in zip(modules, adapter.projections, split(entry.row, entry.config, b), strict=True):
+        if projection in adapter.chosen:
+            yield module, adapter.chosen.index(projection), rows
+
+
+def _list_modules(entry: Entry, adapter: Adapter) -> list[str]:
+    """Their module for each projection of a layer."""
+    modules = [name.removesuffix(".weight") for name in entry.names[0]]
+    if len(modules) != len(adapter.projections) or entry.row.transposed or entry.is_by_expert:
+        raise ConfigError(
+            f"--adapter: {', '.join(modules)} of this family is not one linear layer for each of "
+            f"{', '.join(adapter.projections)}, which have an adapter each; leave --adapter out to merge them"
+        )
+    return modules
+
+
+def _describe(config: TransformerConfig, names: set[str]) -> dict[str, Any]:
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": config.lora_rank,
+        "lora_alpha": config.lora_rank if config.lora_alpha is None else config.lora_alpha,
+        "lora_dropout": config.lora_dropout,
+        "use_rslora": config.lora_type == "rslora",
+        "use_dora": False,
+        "target_modules": sorted(names),
+        "base_model_name_or_path": None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }

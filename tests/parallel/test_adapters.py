@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Low-rank adapters: losses and gradients of peft, its files in both directions, the same run in each layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.placement import get_placement
+from megatron.hf.convert import convert, parse_arguments
+from megatron.hf.running import HuggingFaceFiles
+from megatron.training.checkpoint.save_and_load import save_checkpoint
+from megatron.training.flags.read import read_run_config
+from megatron.training.recipes.gpt import build_gpt_recipe
+from megatron.training.run import Run
+from megatron.training.verify.comparison import compare
+from megatron.training.verify.parity import RankTrace, Trace, join, open_local_run, trace_rank
+from megatron.training.verify.parity_layouts import parse_layout
+from tests.parallel.harness import run_distributed
+from tests.parallel.small_training import OPTIONS, STYLES, own_rank, training
+from tests.support.huggingface_models import randomised
+
+RANK, ALPHA = 3, 7
+NAMES = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
+RUN = f"""--micro-batch-size 2 --global-batch-size 2 --lr 1e-3 --train-iters 2 --mock-data --seq-length 16
+    --tokenizer-type NullTokenizer --vocab-size 97 --make-vocab-size-divisible-by 1 --eval-iters 0 --num-workers 0
+    --lora-rank {RANK} --lora-alpha {ALPHA} --use-checkpoint-args"""
+LAYOUTS = [
+    ("llama", "tp2,sp,--recompute-granularity=full,--recompute-method=uniform,--recompute-num-layers=1"),
+    ("llama", "tp2,pp2"), ("gpt2", "cp2"), ("gpt2", "dp2,fsdp2"), ("latent", "tp2,sp,dist-opt"),
+]  # fmt: skip
+ADAPTED = f"--lora-rank {RANK} --lora-alpha {ALPHA} --lora-type rslora"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama of odd sizes in `base`, and adapters of some of its layers, none of them zero, in `adapters`."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    directory = tmp_path_factory.mktemp("adapters")
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=72, intermediate_size=40, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=3, max_position_embeddings=16, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = randomised(transformers.LlamaForCausalLM(config))
+    model.save_pretrained(directory / "base")
+    options = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=NAMES, task_type="CAUSAL_LM")
+    randomised(peft.get_peft_model(model, options)).save_pretrained(directory / "adapters")
+    return directory
+
+
+def open_run(directory: Path, *flags: str) -> object:
+    named = f"--load hf:{directory}/base --load-adapter {directory}/adapters --save {directory}/run"
+    words = [*RUN.split(), *named.split(), "--lora-target-modules", *NAMES, *flags]
+    config = read_run_config(words, {})
+    recipe = dataclasses.replace(build_gpt_recipe(config), foreign_files=HuggingFaceFiles())
+    return open_local_run(config, recipe, 0)
+
+
+def read_gradients(run: Run) -> dict[str, torch.Tensor]:
+    named = ((get_placement(p, n).name, p) for n, p in run.model[0].module.named_parameters() if p.requires_grad)
+    return {name: p.main_grad if hasattr(p, "main_grad") else p.grad for name, p in named}
+
+
+@pytest.mark.flags("--lora-rank", "--lora-alpha", "--lora-target-modules", "--load-adapter")
+def test_losses_gradients_and_files_are_those_of_peft(made: Path) -> None:
+    import peft
+    import transformers
+    from safetensors.torch import load_file
+
+    theirs = transformers.LlamaForCausalLM.from_pretrained(made / "base", dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(theirs, made / "adapters", is_trainable=True)
+    tokens = torch.randint(97, (2, 17), generator=torch.Generator().manual_seed(3))
+    logits = theirs(tokens[:, :-1]).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    expected.backward()
+    with open_run(made) as run:
+        positions = torch.arange(16).expand(2, 16)
+        loss = run.model[0].module(tokens[:, :-1], positions, None, labels=tokens[:, 1:]).mean()
+        loss.backward()
+        found = read_gradients(run)
+        save_checkpoint(run)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    grads = {n.replace(".default", ""): p.grad for n, p in theirs.named_parameters() if "lora_" in n}
+    for layer in range(2):
+        ours, module = f"decoder.layers.{layer}", f"base_model.model.model.layers.{layer}"
+        qkv = found[f"{ours}.self_attention.linear_qkv.adapter.linear_in.weight"].split(RANK)
+        rows = found[f"{ours}.self_attention.linear_qkv.adapter.linear_out.weight"].unflatten(0, (3, 4, 12))
+        pairs = {
+            "self_attn.q_proj.lora_A": qkv[0], "self_attn.v_proj.lora_A": qkv[1],
+            "self_attn.q_proj.lora_B": rows[:, :2].flatten(0, 2), "self_attn.v_proj.lora_B": rows[:, 3].flatten(0, 1),
+            "self_attn.o_proj.lora_A": found[f"{ours}.self_attention.linear_proj.adapter.linear_in.weight"],
+            "mlp.gate_proj.lora_B": found[f"{ours}.mlp.linear_fc1.adapter.linear_out.weight"][:40],
+            "mlp.down_proj.lora_A": found[f"{ours}.mlp.linear_fc2.adapter.linear_in.weight"],
+        }  # fmt: skip
+        for name, ours_of_it in pairs.items():
+            theirs_of_it = grads[f"{module}.{name}.weight"]
+            torch.testing.assert_close(ours_of_it, theirs_of_it, rtol=1e-5, atol=1e-5 * float(theirs_of_it.abs().max()))
+        # Of projections without an adapter.
+        assert not rows[:, 2].any() and not found[f"{ours}.mlp.linear_fc1.adapter.linear_out.weight"][40:].any()
+    assert len(found) == 2 * 2 * 4
+
+    # Written again they are peft's, bit for bit, and merged they compute the same.
+    for name, words in (("again", ["--adapter"]), ("merged", [])):
+        places = ["--input-path", f"{made}/run", "--output-path", f"{made}/{name}"]
+        convert(parse_arguments(["--source", "megatron", "--target", "hf", *places, *words]))
+    written, given = (load_file(made / name / "adapter_model.safetensors") for name in ("again", "adapters"))
+    assert written.keys() == given.keys() and all(torch.equal(written[name], given[name]) for name in given)
+    described, said = (json.loads((made / name / "adapter_config.json").read_text()) for name in ("again", "adapters"))
+    assert all(described[name] == said[name] for name in ("r", "lora_alpha", "peft_type", "task_type", "use_rslora"))
+    assert set(described["target_modules"]) == set(said["target_modules"])
+    # In float64, so that only the rounding of the merged weights is seen.
+    merged = transformers.LlamaForCausalLM.from_pretrained(made / "merged", dtype=torch.float64)
+    with torch.no_grad():
+        exact = theirs.double()(tokens[:, :-1]).logits
+        torch.testing.assert_close(merged(tokens[:, :-1]).logits, exact, rtol=0, atol=1e-6 * float(exact.abs().max()))
+
+
+def test_adapters_of_another_kind_are_refused(made: Path) -> None:
+    for flags, error, said in (
+        (["--lora-rank", "4"], ConfigError, "r is 3 and 4 in this run; give --lora-rank 3"),
+        (["--lora-type", "rslora"], ConfigError, "use_rslora is False"),
+        (["--lora-exclude", "o_proj"], CheckpointError, "o_proj.lora_A.weight is .* missing in this model"),
+        (["--load-adapter", f"{made}/none"], CheckpointError, "--load-adapter .*/none does not exist"),
+    ):
+        with pytest.raises(error, match=said), open_run(made, *flags):
+            pass
+
+
+def share(style: str, text: str) -> RankTrace:
+    config, recipe = training(f"{(STYLES | OPTIONS)[style]} {ADAPTED}", text)
+    return trace_rank(config, recipe, rank=own_rank(config), iterations=4)
+
+
+@functools.cache
+def reference(style: str) -> Trace:
+    return join([share(style, "1")])
+
+
+@pytest.mark.flags("--lora-type")
+@pytest.mark.parametrize(("style", "layout"), LAYOUTS)
+def test_layout_is_the_same_run(style: str, layout: str) -> None:
+    trace = join(run_distributed(share, parse_layout(layout).world_size, style, layout, timeout=240.0))
+    assert compare(reference(style), trace) == []
+    # The base is frozen; each B learns in the first step, and A from the second one on.
+    assert trace.grads and all(".adapter." in name for name in trace.grads)
+    assert all(grad.any() for name, grad in trace.grads.items() if "linear_out" in name)
