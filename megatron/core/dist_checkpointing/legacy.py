@@ -206,8 +206,8 @@ def fill_from_full(
     may_lack: bool = False,
     may_have_more: bool = False,
 ) -> KeyReport:
-    """Copy full tensors into the shards of all members of `group`, converted to their number formats; one of them is in
-    memory at a time. The rest is as in `validation.fill_wanted`."""
+    """Copy full tensors into the shards of all members of `group`, converted to their dtypes; one of them is in memory
+    at a time. The rest is as in `validation.fill_wanted`."""
 
     def fill(tensor: ShardedTensor, key: str) -> None:
         full = weights[key].read()

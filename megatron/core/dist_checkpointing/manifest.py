@@ -144,7 +144,7 @@ def check_lengths(directory: Path, manifest: Manifest) -> None:
 
 def verify_file(path: Path, record: FileRecord, read: Callable[[Path], int] | None = None) -> None:
     """Raise CheckpointError unless the file is there, as long as the record says, and, where `read` returns its
-    checksum, with that of the record."""
+    checksum, with the record's checksum."""
     try:
         found_bytes = path.stat().st_size
         if not path.is_file():

@@ -11,8 +11,7 @@ way in and one on the way out:
 In backward each collective becomes its transpose. A layer has a product (products.py), which multiplies by its weight
 in forward and backward, and a plan (communication_plans.py), which runs the collectives before, after or beside the
 product; `plan.multiply(product, x, weight, bias)` is all that its forward does, but for an adapter where there is one
-(transformer/adapters.py). Whoever builds a layer may give it
-another product afterwards, as the output layer of float32 logits gets.
+(transformer/adapters.py). A built layer may be given another product, as the output layer of float32 logits is.
 Source: Shoeybi et al., "Megatron-LM", 2019, section 3; Korthikanti et al., 2022, section 4.2 for SP.
 
 s: sequence, b: batch, h: hidden, tp: size of the TP group.
@@ -127,11 +126,11 @@ class ColumnParallelLinear(nn.Module):
 
 
 class ReplicatedLinear(nn.Module):
-    """y = x W^T with W [output_size, input_size] whole on every rank: no collective in forward or backward.
+    """y = x W^T with W [output_size, input_size] unsharded on every rank: no collective in forward or backward.
 
-    For narrow outputs that all ranks need. Every rank computes all outputs of the same tokens, and with SP those of its
-    own tokens, of which its gradient of the weight then is a partial sum. splits_tokens: whether each rank has tokens
-    of its own; with SP when None.
+    For narrow outputs that all ranks need. Every rank computes all outputs of the same tokens, and with SP only of its
+    tokens, so that its gradient of the weight is a partial sum. splits_tokens: True if each rank has different tokens;
+    with SP when None.
     """
 
     def __init__(
@@ -204,8 +203,8 @@ class RowParallelLinear(nn.Module):
             splits=tensor_parallel_split(1, self.tp_group),
             parallel_dim=1,
         )
-        # Each rank has the whole bias. Without SP all compute the same gradient of it from the same outputs; with SP
-        # each adds it to its own tokens only, so that its gradient is a partial sum.
+        # Each rank has the full bias. Without SP all compute the same gradient of it from the same outputs; with SP
+        # each adds it only to its tokens, so that its gradient is a partial sum.
         partial = ("tp",) if config.sequence_parallel and self.tp_group.size() > 1 else ()
         self.bias = (
             declare_parameter((output_size,), init=zeros, dtype=dtype, partial_grad_axes=partial) if bias else None
@@ -233,7 +232,7 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """A table [num_embeddings / tp, embedding_dim]: each rank looks up its own rows, and the results are summed.
+    """A table [num_embeddings / tp, embedding_dim]: each rank looks up its rows, and the results are summed.
 
     reduce_scatter_embeddings: leave with this rank's part of the sequence (SP).
     """

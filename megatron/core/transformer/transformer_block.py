@@ -85,7 +85,7 @@ class TransformerBlock(MegatronModule):
     ) -> None:
         """Build the layers, each from its spec, and the final norm, if there is one."""
         config = self.config
-        # Indices from 0 in this stage's ModuleList; numbers from 1, and names, are those of the whole model.
+        # Indices from 0 in this stage's ModuleList; numbers from 1, and names, are the full model's.
         self.first_layer = layers[0].number - 1 if layers else 0
         self.rotary_kinds = [layer.options.rotary for layer in layers]
         self.tp_group = groups.tp
@@ -95,7 +95,7 @@ class TransformerBlock(MegatronModule):
         )
         link_choosers(self.layers)
         link_branches([*self.layers], config)
-        # Of the first layer, so that a kind of layer may have its own; a layer of a user's own may have none.
+        # Of the first layer, so that a kind of layer may replace it; a user's own layer may have none.
         first = self.layers[0] if layers else None
         self.execution = first.execution if isinstance(first, TransformerLayer) else Execution(config)
         # Decided once, when the stage is built: how layers are grouped does not change between steps.
@@ -205,13 +205,13 @@ class TransformerBlock(MegatronModule):
 
 
 def choose_inputs(inputs: StageInputs, rotary: RotaryKind) -> LayerInputs:
-    """Choose those of a layer with such rotary angles among the inputs of its stage."""
+    """Choose the inputs of a layer with such rotary angles from its stage's inputs."""
     rotations = {"global": inputs.rotation, "local": inputs.local_rotation, "none": inputs.unrotated}
     return LayerInputs(inputs.attention_mask, rotations[rotary], inputs.inference_context, inputs.packed_seq_params)
 
 
 def open_random_stream(config: TransformerConfig, training: bool, tp_group: Group) -> AbstractContextManager[None]:
     """The stream that dropout inside of layers draws from: with sequence parallelism ranks hold different tokens, so
-    that it is a rank's own."""
+    that it differs from rank to rank."""
     draws = training and max(config.hidden_dropout, config.attention_dropout, config.lora_dropout) > 0.0
     return model_parallel_stream(tp_group.size()) if draws and config.sequence_parallel else nullcontext()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPTModel: embedding, transformer layers, output layer and loss, or the ones of them on one pipeline stage."""
+"""GPTModel: embedding, transformer layers, output layer and loss, or one pipeline stage's part of them."""
 
 from __future__ import annotations
 
@@ -132,8 +132,8 @@ class GPTModel(LanguageModule):
         needs_embedding = self.pre_process or self.predicts_further or (is_tied and self.post_process)
         owner = use.owner_chunk.get(pp.rank(), chunk)
         self.embedding_owner_chunk: int | None = owner if needs_embedding and owner != chunk else None
-        """The earlier chunk of this process whose word embedding this one shares: in a V the loss lies on the first
-        process, beside the embedding, and tied weights are one tensor. None where this chunk needs none, or has one."""
+        """The earlier chunk of this process whose word embedding this one shares: in a V the loss is on the first
+        process, with the embedding, and tied weights are one tensor. None where this chunk needs none, or has one."""
         self._finds_embedding = self.pre_process or self.predicts_further or self.embedding_owner_chunk is not None
         return len(use.ranks)
 
@@ -147,7 +147,7 @@ class GPTModel(LanguageModule):
             tp_group=self.pg_collection.tp,
         )
         if holders > 1:
-            # The first stage's counts in norms and checkpoints; the one beside multi-token prediction is its copy.
+            # The first stage's counts in norms and checkpoints; the one next to multi-token prediction is its copy.
             self.share_gradient(embedding.word_embeddings.weight, is_copy=not self.pre_process)
         return embedding
 
@@ -208,7 +208,7 @@ class GPTModel(LanguageModule):
         not be seen; causal when None. With context parallelism s is this rank's tokens (context_parallel/sharding.py),
         and a mask has all keys: [b or 1, 1, s, s * cp]. decoder_input: hidden states [s, b, h] in place of the
         embedding. loss_mask: [b, s], tokens that count in the losses of multi-token prediction, all when None; the
-        caller weights the language-model loss, which alone is returned. packed_seq_params: the
+        caller weights the language-model loss, and only that is returned. packed_seq_params: the
         documents that are packed into one sequence (b = 1), in place of a mask; with context parallelism bounds in the
         whole sequence. In generation only what `inference_context.layout` wants has logits, but with sequence
         parallelism. runtime_gather_output: logits whole on every rank. inference_params: the former name of
@@ -362,13 +362,13 @@ class GPTModel(LanguageModule):
         return self._list_layer_inputs(hidden_states, length, inference_context, None, sequence)
 
     def _run_decoder(self, hidden_states: Tensor, inputs: StageInputs) -> tuple[Tensor, Tensor | None]:
-        """[s, b, h] -> [s, b, h], on the last stage behind the final norm, and all residual streams [s, b, n h] that it
+        """[s, b, h] -> [s, b, h], on the last stage after the final norm, and all residual streams [s, b, n h] that it
         is made of, where multi-token prediction goes on from them."""
         output: Tensor = self.decoder(hidden_states, *inputs)
         return (self.decoder.finish(output), output) if self.decoder.leaves_streams else (output, None)
 
     def compute_states(self, input_ids: Tensor, position_ids: Tensor, inference_context: InferenceContext) -> Tensor:
-        """In generation: hidden states [s, b, h] behind the final norm of these tokens [b, s], in the context's layout.
+        """In generation: hidden states [s, b, h] after the final norm of these tokens [b, s], in the context's layout.
         `compute_logits` makes logits of them; the model is whole, on one process."""
         self._check_length(inference_context.layout.longest)
         hidden_states = self._hidden_states_in(input_ids, position_ids, None)
@@ -382,7 +382,7 @@ class GPTModel(LanguageModule):
         """In generation: one depth of multi-token prediction, counted from 1.
 
         hidden_states: [s, b, h] of the depth before, of `compute_states` for the first. input_ids: [b, s], the tokens
-        `depth` places behind theirs. inference_context: a state of this depth alone, which holds the positions before
+        `depth` places after theirs. inference_context: a state of only this depth, which holds the positions before
         them. Returns [s, b, h], of which `compute_logits` makes logits of the tokens after those.
         """
         embedding = self._find_embedding()
