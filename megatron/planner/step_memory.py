@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes that a training step of this program holds on each stage of the pipeline, counted tensor by tensor.
 
-memory.py gives the figures of the reference system, which users compare; this is what our own layers keep, so that a
-plan can say what fits. It is proven within 3 % against steps on a device that counts memory (tests/fake_device).
+memory.py gives the figures of the reference system, which users compare; this is what our layers keep, so that a plan
+can say what fits. It is proven within 3 % against steps on a device that counts memory (tests/fake_device).
 
     state         weights, gradients and optimizer state (state_memory.py), and weights rounded to 8 bits (few_bits.py)
     kept          what one layer keeps of one microbatch for backward (`list_kept`): a table by tensor, of which
                   recomputation leaves rows out
-    in flight     the schedule's own table of forwards and backwards is walked through
-    temporaries   the gradients within the layer that is in backward, or the logits beside the loss, whichever is more
+    in flight     the schedule's table of forwards and backwards is walked through
+    temporaries   the gradients within the layer that is in backward, or the logits with the loss, whichever is more
     graphs        what recorded layers keep and their temporaries, as often as microbatches are in flight, for good
 
-Tensors are those of GPU kernels: no attention scores, unless attention is written out. Not counted: CUDA's context,
+Tensors are the ones of GPU kernels: no attention scores, unless attention is written out. Not counted: CUDA's context,
 communicators, the allocator's gaps, buckets of gradients under way, what the driver needs for a CUDA graph itself.
 """
 
@@ -150,13 +150,13 @@ class _ChunkMemory(NamedTuple):
     """Memory that the microbatches of a virtual stage need."""
 
     kept: float
-    """From forward to backward, beside what another virtual stage has handed over."""
+    """From forward to backward, in addition to what another virtual stage has passed on."""
     waiting: float
     """From backward to the deferred gradients of weights."""
     forward: float
-    """Beside it at the end of forward."""
+    """In addition to it at the end of forward."""
     backward: float
-    """Beside it in backward, at most."""
+    """In addition to it in backward, at most."""
     recorded: float
     """In CUDA graphs, which keep their memory: for each microbatch that is ever in flight."""
     entering: float
@@ -237,7 +237,7 @@ def _describe_chunk(
         head = workload.padded_vocab_size * model.hidden_size / ranks * count_bytes(model)
         if replicas.use_torch_fsdp2 and workload.has_output_layer:
             forward += 2 * head  # gathered, and in backward its gradient before that is divided
-        # The gradient of its input; with sequence parallelism that of all tokens, with all tokens' input.
+        # The gradient of its input; with sequence parallelism of all tokens, with all tokens' input.
         whole = tokens.all * model.hidden_size * count_bytes(model)
         rounding = count_head_temporaries(model, tokens, workload)
         backward = max(backward, forward + rounding + whole + (whole + hidden if model.sequence_parallel else 0.0))
@@ -249,8 +249,7 @@ def _describe_chunk(
 def _count_gathered(
     model: TransformerConfig, replicas: DistributedDataParallelConfig, layers: Sequence[LayerPlan]
 ) -> float:
-    """Bytes of weights that FSDP2 has gathered in backward: those of a layer and of the one that comes next, or of
-    all."""
+    """Bytes of weights that FSDP2 has gathered in backward: of a layer and of the next one, or of all."""
     sizes = [sum(divide_parameters(model, count_layers(model, [layer]))) * count_bytes(model) for layer in layers]
     frees = replicas.torch_fsdp2_reshard_after_forward and replicas.data_parallel_sharding_strategy != "optim_grads"
     return sum(sorted(sizes)[-2:] if frees else sizes)
@@ -266,7 +265,8 @@ def _walk_back(
     has_next: bool,
     in_graphs: bool,
 ) -> float:
-    """The most that backward of a virtual stage takes beside what it has kept, which it frees branch by branch.
+    """The most that backward of a virtual stage takes in addition to what it has saved, which it frees branch by
+    branch.
 
     layers: with the rows of each branch. left: bytes of each row until backward. has_next: the gradient that it begins
     with has come from another one. in_graphs: graphs keep their memory.
@@ -303,8 +303,8 @@ def _walk_back(
 
 
 def _count_fetched(model: TransformerConfig, layers: Sequence[Sequence[Sequence[Kept]]]) -> list[list[float]]:
-    """Bytes of each branch of each layer that are back from the host when its backward begins: those of the part that
-    is read first, and of the parts that backward comes to next."""
+    """Bytes of each branch of each layer that are back from the host when its backward begins: of the part that is read
+    first, and of the parts that backward reads next."""
     on_host, parts = model.cpu_offloading_num_layers or 0, find_recomputed_parts(model)
     groups = list[float]()
     begun: list[list[tuple[int, bool]]] = []  # of each branch the groups up to its end, and whether it reads the last
@@ -361,7 +361,7 @@ def _is_recorded(model: TransformerConfig, branch: Branch) -> bool:
 
 def _find_recorded(model: TransformerConfig, layer: LayerPlan, branches: Sequence[Sequence[Kept]]) -> list[bool]:
     """Return for each row of a layer whether CUDA graphs hold it; what a recorded branch passes on is its graph's,
-    whoever keeps it."""
+    whichever branch saves it."""
     found = []
     for index, (branch, rows) in enumerate(zip(layer.branches, branches, strict=True)):
         before = layer.branches[index - 1]
@@ -376,8 +376,8 @@ def _find_recorded(model: TransformerConfig, layer: LayerPlan, branches: Sequenc
 def _count_beside_recorded(
     model: TransformerConfig, layers: Sequence[LayerPlan], kept: Sequence[Sequence[Sequence[Kept]]], tokens: Tokens
 ) -> float:
-    """Bytes that graphs hold for one microbatch beside what waits for backward: where gradients come in, the output of
-    the last layer, and the most that backward of a part needs for itself. kept: rows of each branch of each layer."""
+    """Bytes that graphs hold for one microbatch in addition to what is saved for backward: where gradients come in, the
+    output of the last layer, and the most that backward of a part needs. kept: rows of each branch of each layer."""
     passes_on: list[bool] = []  # part after part, whether it is recorded
     grads = temporaries = 0.0
     hidden = tokens.own * model.hidden_size * count_bytes(model)
@@ -386,7 +386,7 @@ def _count_beside_recorded(
             routes, is_recorded = branch.kind == "experts", _is_recorded(model, branch)
             passes_on += [is_recorded, *([False] if routes else [])]
             if is_recorded and routes:
-                grads += hidden  # beside the residual stream's that of what the router has read
+                grads += hidden  # in addition to the residual stream's, the gradient of the router's input
             elif is_recorded:
                 temporaries = max(temporaries, _count_inner_gradients(model, branch, rows, tokens))
     ends = sum(is_recorded and not is_next for is_recorded, is_next in itertools.zip_longest(passes_on, passes_on[1:]))
@@ -394,8 +394,8 @@ def _count_beside_recorded(
 
 
 def _count_inner_gradients(model: TransformerConfig, branch: Branch, rows: Sequence[Kept], tokens: Tokens) -> float:
-    """Bytes of the gradients that live at once inside of a branch, and of what its backward takes for itself; a dense
-    MLP may do with those of one of its chunks."""
+    """Bytes of the gradients that live at once inside of a branch, and of temporaries of its backward; a dense MLP may
+    need only one chunk's."""
     chunks = model.mlp_chunks_for_training if branch.kind == "mlp" else 1
     beside = find_kind(branch.kind).beside(model, branch, tokens)
     return beside + sum(row.bytes for row in rows if row.has_gradient) / chunks
@@ -408,11 +408,11 @@ def _count_gradients(
     rows: Sequence[Kept],
     tokens: Tokens,
 ) -> float:
-    """Bytes that live at most while a branch is in backward, beside what it has kept.
+    """Bytes that live at most while a branch is in backward, in addition to what it has saved.
 
-    In its last product there is the gradient of its output, with sequence parallelism also that of all tokens, and
-    what lives inside; that of an MLP's first product takes the product's place. In its first product, when what is
-    behind that is freed, sequence parallelism holds the input of all tokens and its gradient.
+    In its last product there is the gradient of its output, with sequence parallelism also of all tokens, and what
+    lives inside; the gradient of an MLP's first product replaces the product. In its first product, when everything
+    after it is freed, sequence parallelism holds the input of all tokens and its gradient.
     """
     width = model.hidden_size * count_bytes(model)
     of_first, of_last = count_product_temporaries(model, replicas, branch, tokens)

@@ -28,7 +28,7 @@ def build_sharded_model_state(run: Run, *, main: bool = False) -> ShardedStateDi
     """The parameters of this process's pipeline chunks, or its slices of them.
 
     main: where replicas divide parameters, the memory of the main parameters itself, for a loader that has nothing
-    better for them; otherwise copies in the network's number format.
+    better for them; otherwise copies in the network's dtype.
     """
     return build_sharded_chunk_state(run.model, main=main)
 
@@ -53,13 +53,13 @@ def build_sharded_optimizer_state(run: Run) -> ShardedStateDict:
 
 def build_sharded_fp8_state(run: Run) -> ShardedStateDict:
     """The scales of FP8 products and what they follow from, the same on all processes of a pipeline stage; a run with
-    scales that finds none in a checkpoint begins with those of the operands."""
+    scales that finds none in a checkpoint begins with the operands' scales."""
     return {key: tensor for key, tensor, _ in _list_fp8_state(chunk.module for chunk in run.model)}
 
 
 def build_sharded_fallbacks(modules: Iterable[nn.Module]) -> ShardedStateDict:
-    """Of that, which layers multiply in 16 bits: it belongs to whoever has the weights, without an optimizer as well.
-    What was loaded has its effect with `recall_fallbacks`."""
+    """Return the part that says which layers multiply in 16 bits: it belongs to the weights, also without an optimizer.
+    `recall_fallbacks` applies what was loaded."""
     return {key: tensor for key, tensor, kind in _list_fp8_state(modules) if kind == "fallen_back"}
 
 

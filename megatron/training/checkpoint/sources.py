@@ -119,7 +119,7 @@ class OurSource(CheckpointSource):
         self._found, self._filled_but = found, filled_but
 
     def find_changes(self) -> list[Change]:
-        # Settings of a run are those of its flags, never the checkpoint's, which are only compared.
+        # Settings of a run come from its flags, never from the checkpoint, whose settings are only compared.
         try:
             return find_changes(serialization.read_document(self.path, CONFIG), self._config)
         except (ConfigError, TypeError, AttributeError) as error:
@@ -223,7 +223,7 @@ class TorchDist(_UpstreamSource):
         if wish.with_state:
             reader = with_everyone(self._world, lambda: BoxReader(self.path, read_metadata(self.path / METADATA_NAME)))
             reshaped = read_reshaped_state(reader, self._common.args, self._world)
-        # There each section of a mixer is a tensor of its own; in flat buckets, which were put together, it is not.
+        # There each section of a mixer is a separate tensor; in flat buckets, which were put together, it is not.
         others = {key: tensor for key, tensor in tensors.items() if key not in reshaped}
         asked = ask_for_sections(self._config.model, others)
         report = read_upstream_tensors(self.path, asked, self._world, replicas=wish.replicas, **wish.tolerated)
