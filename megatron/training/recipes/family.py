@@ -11,7 +11,7 @@
 
 `family_flags.py` reads a config.json by these tables. Every `Row` and every `Setting` can be read in both directions: a
 converter goes through our parameters, finds each one's row by its name (`find_row`) and joins or splits tensors as the
-row's form says. Names are those of the files on disk; transformers may use others in memory.
+row's form says. Names are as in the files on disk; transformers may use others in memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Row:
     """Place of one parameter of ours in their files.
 
     whole       one tensor, the same values
-    stacked     theirs one below the other: the gate's rows, then those of the other half of a gated MLP
+    stacked     theirs one below the other: the gate's rows, then the other half's of a gated MLP
     qkv         theirs are queries, keys, values [heads * width, h], or these three in one tensor; ours have one
                 group of query heads after the other: [groups * (queries of the group, key, value) * width, h].
                 Of four tensors the second is the gate of attention's output
@@ -43,17 +43,17 @@ class Row:
 
     ours: str
     """Name in the whole model; {layer} stands for its number, from 0, and {pair} in their names for half of it, where
-    two letters of a hybrid are one layer of theirs. Layers of multi-token prediction (`mtp.layers`) are numbered after
-    those of the decoder in their files, and found by the decoder's rows as far as they are alike."""
+    two letters of a hybrid are one layer of theirs. MTP layers (`mtp.layers`) are numbered after the decoder's in their
+    files, and found by the decoder's rows as far as they are alike."""
     theirs: tuple[str, ...]
-    """Names in their files; {expert}, from 0, where every expert has tensors of its own. Ours are [experts, ...], as
+    """Names in their files; {expert}, from 0, where every expert has separate tensors. Ours are [experts, ...], as
     are theirs without {expert}."""
     form: Literal[
         "whole", "stacked", "interleaved", "qkv", "gated_qkv", "turned_qkv", "sections", "grouped_sections",
         "reshaped",
     ] = "whole"  # fmt: skip
     transposed: bool = False
-    """Their matrices are [inputs, outputs]; ours, as those of torch.nn.Linear, [outputs, inputs]."""
+    """Their matrices are [inputs, outputs]; ours, as in torch.nn.Linear, [outputs, inputs]."""
     copies: tuple[str, ...] = ()
     """Names of tensors with the same values that each layer of multi-token prediction has in their files."""
 
@@ -170,7 +170,7 @@ class Family:
     letters: LayerLetters | None = None
     """Of a hybrid, whose layers are of several kinds or have no MLP."""
     published: Mapping[str, str] = field(default_factory=dict)
-    """Part of a name that transformers writes -> what stands there in files as published."""
+    """Part of a name that transformers writes -> what published files have instead."""
     left_out: tuple[str, ...] = ()
     """Beginnings of the names of tensors in published files that neither the class nor this program reads."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
