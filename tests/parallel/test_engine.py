@@ -30,6 +30,8 @@ STYLES = {
     "states": KINDS["states"].replace("--num-layers 6", "").replace("MG*-KL", "MG*-").replace("heads 3", "heads 2"),
     "experts": KINDS["experts"],
 }  # fmt: skip
+SEEDS = (236, 515)
+"""Of crossings: 65 texts, read in parts, with drafts but for states, and some preempted; 12 in room for a few."""
 TP, PP, EP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--expert-model-parallel-size 2"
 
 Found = list[tuple[list[int], list[int], list[TokenLogprobs], list[TokenLogprobs]]]
@@ -75,7 +77,8 @@ def test_texts_are_those_of_one_process(style: str, layouts: list[tuple[int, str
     whole = build_part(flags).eval()
     for ranks, layout in layouts:
         ways: list[Way] = ["none"] if style == "states" else ["none", "lookup"]
-        every = run_distributed(write_texts, ranks, f"{flags} {layout}", (9, 10), ways)
+        seeds = SEEDS if ranks == 2 else SEEDS[:1]
+        every = run_distributed(write_texts, ranks, f"{flags} {layout}", seeds, ways)
         assert all(found == every[0] for found in every)
         drawn, greedy = every[0]
         for (_, tokens, new, read), (_, own_tokens, own_new, own_read) in zip(drawn, expected, strict=True):
