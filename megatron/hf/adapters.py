@@ -114,7 +114,7 @@ class AdapterDirectory:
                 )
 
     def load(self, tensors: ShardedStateDict) -> None:
-        """Fill those of the tensors that belong to adapters. Raises CheckpointError."""
+        """Fill the tensors that belong to adapters. Raises CheckpointError."""
         for tensor in tensors.values():
             name = tensor.fallback_key or tensor.key
             if not name.endswith((_IN, _OUT)):

@@ -59,8 +59,8 @@ def read_settings(
 
 
 def build_empty_model(config: RunConfig, vocab_size: int, *, with_adapters: bool = False) -> nn.Module:
-    """The whole model without values (device `meta`): the names and shapes of our parameters. with_adapters: with those
-    of --lora-rank, for which no family has a row."""
+    """Build the full model without values (device `meta`): names and shapes of our parameters. with_adapters: including
+    the adapters of --lora-rank, for which no family has a row."""
     settings = config.model.on_one_process(init_model_with_meta_device=True)
     if not with_adapters:
         settings = settings.without_adapters()

@@ -62,7 +62,7 @@ def restore(run: Run, source: CheckpointSource, *, weights_only: bool = False) -
         # The optimizer's main parameters are copies in float32: they must follow the weights that were loaded.
         run.optimizer.reload_model_params()
     if random_numbers is not None:
-        # After everything that may draw: from here on the numbers continue those of the saved run.
+        # After everything that may draw: from here on the numbers continue the saved run's.
         rng_state.restore(random_numbers, tensors, world.rank())
     for note in source.notes:
         say_once(world, f"note: {note}")

@@ -70,8 +70,8 @@ def save_checkpoint(
     """Save the run to --save as `iter_<iteration>` and return the directory. Every rank calls this.
 
     saver: only begin it, return None, and let this one go on while training does. non_persistent_root: save there
-    instead. ranks: whose random numbers this process saves, its own if empty. Raises StorageError on every rank when
-    the disk is full or fails, or another run has taken the directory over; earlier checkpoints stay as they are.
+    instead. ranks: whose random numbers this process saves, only itself if empty. Raises StorageError on every rank
+    when the disk is full or fails, or another run has taken the directory over; earlier checkpoints stay as they are.
     """
     settings = run.config.checkpoint
     assert settings.save is not None
@@ -90,7 +90,7 @@ def _save_ours(run: Run, saver: AsyncSaver | None, other: Path | None, ranks: Co
     if other is not None:
         documents[non_persistent.DOCUMENT] = non_persistent.build_document(root)
         root = other
-    # With it a checkpoint can be used where the tokenizer's own directory does not exist.
+    # With it a checkpoint can be used where the tokenizer's directory does not exist.
     attachments = list_tokenizer_files(run.config.tokenizer) if settings.save_tokenizer_assets else {}
     if run.recipe.foreign_files is not None:
         attachments |= run.recipe.foreign_files.list_attachments(run.config)
@@ -274,7 +274,7 @@ def _open_verified(run: Run, found: FoundCheckpoint, filled_but: frozenset[str] 
 
 
 def _override_iteration(run: Run, iteration: int | None) -> None:
-    """--override-ckpt-iteration, once the progress is that of the checkpoint."""
+    """Apply --override-ckpt-iteration, once the progress is the checkpoint's."""
     if iteration is None:
         return
     saved = run.progress.iteration

@@ -43,7 +43,7 @@ class MeetingPoint:
 def take_site(config: RunConfig, launch: Launch) -> Launch:
     """Make each block of ranks a separate job; returns this process's place in its block.
 
-    From here on the settings are those of a site that is a job. Except for the first, which is the only one that
+    From here on the settings describe this site as a job. Except for the first, which is the only one that
     prints, a site keeps its checkpoints and metrics in a separate directory. Raises ConfigError where a program has
     joined the ranks itself.
     """

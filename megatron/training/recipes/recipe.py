@@ -68,7 +68,7 @@ class ForeignAdapters(Protocol):
     """Adapters in another program's files."""
 
     def load(self, tensors: ShardedStateDict) -> None:
-        """Fill those of the tensors that belong to adapters. Raises CheckpointError."""
+        """Fill the tensors that belong to adapters. Raises CheckpointError."""
 
 
 class ForeignFiles(Protocol):
