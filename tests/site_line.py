@@ -125,9 +125,12 @@ def compare_over_a_line(every: int, form: str) -> None:
     for name, found in (("synchronous", exact), ("DiLoCo", ours), ("DiLoCo without the line's limits", quick)):
         print(f"  {name:33} {found.seconds:8.3f} s   {format_bytes(int(found.sent))}")
     print(f"bytes: {exact.sent / ours.sent:.1f} times fewer; speed: {exact.seconds / ours.seconds:.2f} times")
+    control = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text(encoding="ascii").strip()
     bits = 8 * count_bytes(BLOCK, form) / BLOCK
-    lines = SiteLines(2, parameters, rate, link.delay_seconds, quick.seconds, every, bits)
-    print(f"waiting at an exchange: {lines.waiting_seconds:.2f} s by the formula; measured {waited:.2f} s")
+    lines = SiteLines(
+        2, parameters, rate, link.delay_seconds, quick.seconds, every, bits, connections=RANKS, control=control
+    )
+    print(f"waiting at an exchange: {lines.waiting_seconds:.2f} s by the formula ({control}); measured {waited:.2f} s")
 
 
 def compare_losses(quickstart: Path, every: int, form: str, steps: int, outer: Sequence[str]) -> None:

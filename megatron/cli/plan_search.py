@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.errors import ConfigError, format_bytes
+from megatron.core.errors import format_bytes
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.planner.devices import Device
 from megatron.planner.step_memory import predict_step_memory
@@ -94,9 +94,6 @@ class Judge:
         """The layout of these flags. Raises ConfigError or DataError for a tokenizer that cannot be used."""
         found = examine(flags, {"WORLD_SIZE": str(self.gpus)})
         config = found.config
-        if config.sites.diloco_replicas > 1:
-            several = config.say("diloco_replicas")
-            raise ConfigError(f"{several}: plan one site, with its GPUs and its share of the batch, without it")
         model = config.model
         layout = Layout(
             list(flags), model.tensor_model_parallel_size, model.pipeline_model_parallel_size,
@@ -113,7 +110,7 @@ class Judge:
             self._tokenizer = build_tokenizer(config)
         self.config = config
         workload = describe_gpt_workload(config, compute_padded_vocab_size(config, self._tokenizer))
-        layout.dp, layout.micro_batch_size = config.data_parallel_size, workload.micro_batch_size
+        layout.dp, layout.micro_batch_size = config.site_replicas * config.sites.sites_of_job, workload.micro_batch_size
         layout.chunks = model.virtual_pipeline_model_parallel_size or 1
         layout.recompute = model.recompute_granularity
         few = describe_gpt_workload(config, workload.padded_vocab_size, shorten(model, workload.num_microbatches))
@@ -132,7 +129,8 @@ class Judge:
             return layout
         time = predict_step_time(model, config.ddp, config.optimizer, workload, self.device)
         layout.step_seconds, layout.mfu, layout.parts = time.seconds, time.mfu, dict(time.parts)
-        layout.tokens_per_second = time.tokens_per_second
+        # What is waited for at an exchange depends on the line (planner/many_sites.py).
+        layout.tokens_per_second = time.tokens_per_second * config.sites.sites_of_job
         return layout
 
 

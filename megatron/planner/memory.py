@@ -84,6 +84,8 @@ class Workload:
     """Model replicas with different data; context-parallel ranks share them."""
     offloaded_state: float = 0.0
     """Share of the optimizer's state that is on the host."""
+    outer_bytes: int = 0
+    """Of the outer state of a weight, where several sites exchange theirs (core/many_sites/)."""
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def count_state_bytes(
             # Adapters themselves, some hundredths of the weights, are left out.
             gradient=count_gradient_bytes(model, replicas) if model.lora_rank is None else 0,
             copies=count_copies(model, workload.data_parallel_size, of_experts=of_experts),
-            offloaded=workload.offloaded_state,
+            offloaded=workload.offloaded_state, outer=workload.outer_bytes,
         )  # fmt: skip
     return total
 
@@ -98,11 +98,12 @@ def count_element_bytes(
     gradient: int,
     copies: float,
     offloaded: float = 0.0,
+    outer: int = 0,
 ) -> float:
     """Bytes of an element of the parameters with its gradient and optimizer state on one of `copies` processes.
 
     weight, gradient: bytes of either; a weight that is not trained has a gradient of 0 bytes. offloaded: fraction of
-    the state that is on the host.
+    the state that is on the host. outer: bytes of outer state, which is divided as the optimizer's.
     """
     moments = [_BYTES[optimizer.exp_avg_dtype], _BYTES[optimizer.exp_avg_sq_dtype]]
     kept: float = sum(moments[: _STATE_TENSORS.get(optimizer.optimizer, 2)]) if gradient else 0
@@ -111,5 +112,5 @@ def count_element_bytes(
         return (4 + gradient + kept * (1 - offloaded)) / copies
     # In float32 the weights themselves are what the optimizer updates.
     kept += _BYTES[optimizer.main_params_dtype] if gradient and weight == 2 else 0
-    kept *= 1 - offloaded
+    kept = kept * (1 - offloaded) + outer
     return weight + gradient + kept / (copies if replicas.use_distributed_optimizer else 1)

@@ -62,9 +62,12 @@ def test_the_first_layout_that_fits(ranks: int, sizes: tuple[int, int]) -> None:
     [
         (
             "--elastic-layouts tp2,tp4 --global-batch-size 12",
-            "no layout for 3 processes (tp2: 2 processes for a copy",
+            "no layout for 3 processes (tp2: 2 processes for a copy; tp4: 4 processes for a copy); add one, or start "
+            "2 or 4",
         ),
-        ("--elastic-layouts tp1 --global-batch-size 8", "a global batch of 8 is not divisible by 3"),
+        ("--elastic-layouts tp1 --global-batch-size 8", "not divisible by 3); add one, or start 2 or 4"),
+        ("--elastic-layouts tp4pp7 --global-batch-size 28", "add one, or start 28"),
+        ("--elastic-layouts tp1 --global-batch-size 7 --micro-batch-size 2", "or start another number"),
         ("--elastic-layouts tp2xp2", "'tp2xp2' is no layout; give sizes such as tp2pp2"),
         ("--elastic-layouts tp1 --tensor-model-parallel-size 1", "says what --tensor-model-parallel-size 1 says, too"),
     ],

@@ -38,7 +38,7 @@ class SiteExchange:
         """Sites that have said that their run is over."""
         self.problem: str | None = None
         """Reason for which a site was turned away, or this one by the first, if that was so."""
-        self._key, self._most, self._settings = key, most, settings
+        self._key, self._most, self.settings = key, most, settings
         self._links: dict[int, SiteLink] = {}
         self._inbox: dict[tuple[int, str, str], Message] = {}
         self._change = threading.Condition()
@@ -187,11 +187,11 @@ class SiteExchange:
                 self._change.notify_all()
 
         link.start(receive, lose)
-        link.send(Message("hello", {"site": self.site, "sites": self.sites, "settings": self._settings}), urgent=True)
+        link.send(Message("hello", {"site": self.site, "sites": self.sites, "settings": self.settings}), urgent=True)
 
     def _greet(self, link: SiteLink, met: list[int], fields: Mapping[str, Any]) -> None:
         site = fields.get("site")
-        if (fields.get("sites"), fields.get("settings")) != (self.sites, self._settings) or site == self.site:
+        if (fields.get("sites"), fields.get("settings")) != (self.sites, self.settings) or site == self.site:
             self._note_problem(
                 f"site {site} has another model, or other --diloco- flags, than site {self.site}; start all sites with "
                 "the same command, but for --datacenter-id and paths"

@@ -26,16 +26,22 @@ import torch
 from torch import Tensor
 
 from megatron.core.collectives import all_reduce, broadcast, broadcast_object
-from megatron.core.dist_checkpointing.mapping import OUTER_PREFIX
 from megatron.core.many_sites.exchange import SiteExchange
 from megatron.core.many_sites.formats import LOSSY, count_bytes, decode, encode
 from megatron.core.many_sites.link import Message
 from megatron.core.many_sites.pending import Pending, Position
-from megatron.core.many_sites.shares import OwnedSlice, Share, divide
+from megatron.core.many_sites.shares import (
+    MEAN,
+    MOMENTUM,
+    RESIDUAL,
+    WEIGHT,
+    OwnedSlice,
+    Share,
+    divide,
+    name_outer_state,
+)
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import Group
-
-_WEIGHT, _MOMENTUM, _RESIDUAL, _MEAN = (OUTER_PREFIX + name for name in ("weight", "momentum", "residual", "mean"))
 
 _OUTCOMES = ("lost", "none", "mean", "state", "give")
 """Kinds of the first site's answer: none in time; no outer step; its mean; the outer state, for a site that is behind;
@@ -83,11 +89,8 @@ class OuterOptimizer:
         self._answered: dict[tuple[int, str], list[Any]] = {}
         """By site and topic, the last exchange for which it was answered, or will be in a moment."""
         self._fragments = divide(optimizer, settings.fragments, settings.form)
-        kinds = [_WEIGHT, _MOMENTUM]
-        kinds += [_RESIDUAL] if settings.form in LOSSY else []
-        kinds += [_MEAN] if settings.overlap_steps else []
         for state in optimizer.states:
-            state.add_companions(kinds)
+            state.add_companions(name_outer_state(settings.form, settings.overlap_steps))
         self.restart()
 
     # ---- the run
@@ -101,7 +104,7 @@ class OuterOptimizer:
 
     def restart(self) -> None:
         """Begin with the weights as they are, which all sites have alike."""
-        self._each_piece(lambda piece: piece.companion(_WEIGHT).copy_(piece.values))
+        self._each_piece(lambda piece: piece.companion(WEIGHT).copy_(piece.values))
 
     @torch.no_grad()
     def after_step(self, now: Position) -> Position | None:
@@ -126,7 +129,7 @@ class OuterOptimizer:
         for pending in self._pending:
             self._receive(pending)
             for share, mean in zip(self._fragments[pending.fragment], pending.means, strict=False):
-                share.scatter(mean, lambda piece, part: piece.companion(_MEAN).copy_(part))
+                share.scatter(mean, lambda piece, part: piece.companion(MEAN).copy_(part))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is no tensor; `settle` before."""
@@ -137,7 +140,7 @@ class OuterOptimizer:
         """The inverse, once the tensors are loaded."""
         self.version, self._pending = state["version"], []
         for fragment, *began in state["pending"]:
-            means = [share.gather(lambda piece: piece.companion(_MEAN)) for share in self._fragments[fragment]]
+            means = [share.gather(lambda piece: piece.companion(MEAN)) for share in self._fragments[fragment]]
             self._pending.append(Pending(fragment, Position(*began), 0.0, [], [], means, is_over=True))
 
     def average(self, about: str, values: Sequence[float]) -> list[float]:
@@ -160,11 +163,11 @@ class OuterOptimizer:
         pending = Pending(fragment, now, time.monotonic(), [])
         payload = b""
         for share in self._fragments[fragment]:
-            delta = share.gather(lambda piece: piece.companion(_WEIGHT) - piece.values)
+            delta = share.gather(lambda piece: piece.companion(WEIGHT) - piece.values)
             lost = torch.zeros(0)
             if share.is_exchanged:
                 if self.settings.form in LOSSY:
-                    delta += share.gather(lambda piece: piece.companion(_RESIDUAL))
+                    delta += share.gather(lambda piece: piece.companion(RESIDUAL))
                 encoded = encode(delta, self.settings.form)
                 kept = decode(encoded, share.numel, self.settings.form)
                 payload, lost, delta = payload + encoded, delta - kept, kept
@@ -205,7 +208,7 @@ class OuterOptimizer:
         eta, mu, alpha = self.settings.outer_lr, self.settings.outer_momentum, self.settings.mixing
 
         def step(piece: OwnedSlice, part: Tensor) -> None:
-            outer, momentum = piece.companion(_WEIGHT), piece.companion(_MOMENTUM)
+            outer, momentum = piece.companion(WEIGHT), piece.companion(MOMENTUM)
             momentum.mul_(mu).add_(part)
             outer.sub_(part.add(momentum, alpha=mu), alpha=eta)
             values = piece.values
@@ -220,7 +223,7 @@ class OuterOptimizer:
         if self.settings.form in LOSSY:
             for share, lost in zip(self._fragments[pending.fragment], pending.lost, strict=True):
                 if share.is_exchanged:
-                    share.scatter(lost, lambda piece, part: piece.companion(_RESIDUAL).copy_(part))
+                    share.scatter(lost, lambda piece, part: piece.companion(RESIDUAL).copy_(part))
 
     # ---- the first site
 
@@ -447,7 +450,7 @@ class OuterOptimizer:
         return b"".join(
             encode(share.gather(lambda piece, kind=kind: piece.companion(kind)), "fp32")  # type: ignore[misc]
             for share in self._exchanged()
-            for kind in (_WEIGHT, _MOMENTUM)
+            for kind in (WEIGHT, MOMENTUM)
         )
 
     def _load(self, content: bytes | None, version: int) -> bool:
@@ -460,16 +463,16 @@ class OuterOptimizer:
             return False
         first = 0
         for share in (share for shares in self._fragments for share in shares):
-            for kind in (_WEIGHT, _MOMENTUM):
+            for kind in (WEIGHT, MOMENTUM):
                 flat = torch.zeros(share.numel)
                 if share.is_exchanged and content is not None:
                     size = count_bytes(share.numel, "fp32")
                     flat, first = decode(content[first : first + size], share.numel, "fp32"), first + size
                 flat = self._share_out(share, flat)
                 share.scatter(flat, lambda piece, part, kind=kind: piece.companion(kind).copy_(part))  # type: ignore[misc]
-        self._each_piece(lambda piece: piece.values.copy_(piece.companion(_WEIGHT)))
+        self._each_piece(lambda piece: piece.values.copy_(piece.companion(WEIGHT)))
         if self.settings.form in LOSSY:
-            self._each_piece(lambda piece: piece.companion(_RESIDUAL).zero_())
+            self._each_piece(lambda piece: piece.companion(RESIDUAL).zero_())
         self.optimizer.take_changed_weights()
         self.version, self._pending = version, []
         return True

@@ -10,12 +10,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.core.many_sites.formats import BLOCK, count_padded
+from megatron.core.dist_checkpointing.mapping import OUTER_PREFIX
+from megatron.core.many_sites.formats import BLOCK, LOSSY, count_padded
 from megatron.core.optimizer.group_state import GroupState
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import Group
 
+WEIGHT, MOMENTUM, RESIDUAL, MEAN = (OUTER_PREFIX + name for name in ("weight", "momentum", "residual", "mean"))
+"""Outer state: float32 values of each weight that a process updates."""
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+def name_outer_state(form: str, overlap_steps: int) -> list[str]:
+    """The outer state of a run that exchanges in this format, beside so many steps."""
+    return [WEIGHT, MOMENTUM, *([RESIDUAL] if form in LOSSY else []), *([MEAN] if overlap_steps else [])]
 
 
 class OwnedSlice(NamedTuple):

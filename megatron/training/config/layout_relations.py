@@ -175,6 +175,13 @@ def copies_of_the_optimizer_state_divide_the_replicas(run: RunGroups) -> Iterato
         )
 
 
+def sites_sum_gradients_inside_first(run: RunGroups) -> Iterator[str]:
+    """Plain copies of the model would sum them across the sites as if these were one."""
+    divides = run.ddp.use_distributed_optimizer or run.ddp.use_torch_fsdp2
+    if run.sites.site_topology is not None and run.sites.diloco_replicas == 1 and not divides:
+        yield f"{run.say('site_topology')} needs --use-distributed-optimizer, by which a site has a copy of the state"
+
+
 def divided_parameters_stand_alone(run: RunGroups) -> Iterator[str]:
     """Yield what fully sharded data parallelism cannot be combined with."""
     ddp, model, asked = run.ddp, run.model, sharding_flag(run)
@@ -332,4 +339,5 @@ LAYOUT_RELATIONS = (
     copies_of_the_optimizer_state_divide_the_replicas, divided_parameters_stand_alone,
     registered_memory_is_not_counted, formats_of_divided_parameters_fit,
     low_precision_gathers_have_something_to_gather, sites_train_by_themselves,
+    sites_sum_gradients_inside_first,
 )  # fmt: skip

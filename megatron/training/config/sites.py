@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from megatron.core.config_base import CheckedConfig, flag, name_multiples
+from megatron.core.errors import ConfigError
 from megatron.core.setting import Needs, PathText
 
 _SITES = Needs("--diloco-replicas of 2 or more", lambda run: run.diloco_replicas > 1)
@@ -26,11 +28,18 @@ class SitesConfig(CheckedConfig):
     all exchange what they have learnt. Without --datacenter-id, equal blocks of the job's ranks are the sites."""
     datacenter_id: int | None = flag(None, minimum=0, kind="layout", needs=_SITES)
     """Number of the site that this job is, from 0; the others are separate jobs."""
+    diloco_backend: Literal["own", "torchft"] = flag("own", kind="layout", needs=(_SITES, _SEPARATE))
+    """Exchange between sites that are separate jobs: this project's, or that of the package torchft, whose lighthouse
+    is then at --diloco-address, and which authenticates nothing."""
     diloco_address: str | None = flag(None, kind="layout", metavar="HOST:PORT[,...]", needs=(_SITES, _SEPARATE))
     """Addresses at which the first site listens, and which the others call: one for each of its nodes, separated by
     commas. The ranks of a node use as many ports, from the given one on."""
     diloco_key_file: PathText | None = flag(None, kind="layout", needs=(_SITES, _SEPARATE))
     """File with the key, the same at all sites, that every message between them is signed with."""
+    site_topology: PathText | None = flag(None, kind="layout", metavar="FILE")
+    """File with a line for each site: the names of its hosts. Ranks must be started in this order, as many at each
+    site. Gradients are then summed inside of a site first, and cross between sites as one sum, which is exact; with
+    --diloco-replicas it is only compared with the hosts."""
     data_site: list[str] = flag(default_factory=list, nargs="+", kind="layout", metavar="SITE:PREFIX", needs=_SITES)
     """Prefix of the copy of the dataset that a site has, in place of --data-path, as 1:/near/text_document:
     each site reads what is near it. The copies must be equal."""
@@ -60,6 +69,14 @@ class SitesConfig(CheckedConfig):
     def sites_of_job(self) -> int:
         """Sites among which the ranks of this job are divided."""
         return self.diloco_replicas if self.datacenter_id is None else 1
+
+    @property
+    def outer_bytes(self) -> int:
+        """Bytes of outer state of each weight that a process updates."""
+        from megatron.core.many_sites.shares import name_outer_state
+
+        few = self.diloco_replicas == 1
+        return 0 if few else 4 * len(name_outer_state(self.diloco_exchange_dtype, self.diloco_overlap_steps))
 
     def read_data_sites(self) -> list[tuple[int, str]]:
         """(site, prefix) of --data-site; site -1 for what has another form."""
@@ -91,7 +108,10 @@ class SitesConfig(CheckedConfig):
             return
         if self.datacenter_id >= sites:
             yield f"{self.say('datacenter_id')} is none of the {sites} sites of --diloco-replicas, counted from 0"
-        for name in ("diloco_address", "diloco_key_file"):
+        is_own = self.diloco_backend == "own"
+        if not is_own and self.diloco_exchange_dtype != "fp32":
+            yield f"{self.say('diloco_backend')} sums in float32; leave {self.say('diloco_exchange_dtype')} out"
+        for name in ("diloco_address", *(["diloco_key_file"] if is_own else [])):
             if getattr(self, name) is None:
                 yield f"--datacenter-id needs {self.say(name).split()[0]}: sites of their own meet by it"
         if self.diloco_address is not None and split_addresses(self.diloco_address) is None:
@@ -99,6 +119,20 @@ class SitesConfig(CheckedConfig):
                 f"{self.say('diloco_address')} is not HOST:PORT; give a name or address and a port from 1 to 65535, "
                 "for several nodes separated by commas"
             )
+
+
+def read_topology(path: str) -> list[list[str]]:
+    """The hosts of each site, line by line of --site-topology. Raises ConfigError."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--site-topology {path} cannot be read ({error}); give a file that names a site's hosts in each line"
+        ) from error
+    sites = [hosts for line in lines if (hosts := line.partition("#")[0].split())]
+    if not sites:
+        raise ConfigError(f"--site-topology {path} names no host; write the names of a site's hosts in each line")
+    return sites
 
 
 def split_addresses(text: str) -> list[tuple[str, int]] | None:

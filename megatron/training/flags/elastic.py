@@ -30,7 +30,7 @@ def add_elastic_layout(parsed: ParsedFlags, world_size: int) -> None:
     if written:
         parsed.misspelt(f"--elastic-layouts says what {written[0]} says, too; leave one out", *sizes.values())
         return
-    reasons = []
+    layouts, reasons = [], []
     for text in str(entry.value).replace(" ", "").split(","):
         if not _LAYOUT.fullmatch(text):
             parsed.misspelt(
@@ -44,12 +44,24 @@ def add_elastic_layout(parsed: ParsedFlags, world_size: int) -> None:
                 parsed.give(flag, flag.name, [str(layout.get(axis, 1))], "--elastic-layouts")
             parsed.notes.append(f"--elastic-layouts: {text} for {world_size} process{'es' if world_size > 1 else ''}")
             return
+        layouts.append(layout)
         reasons.append(f"{text}: {problem}")
     processes = f"{world_size} process{'es' if world_size > 1 else ''}"
     parsed.misspelt(
-        f"{entry.written} has no layout for {processes} ({'; '.join(reasons)}); add one, or start another number",
+        f"{entry.written} has no layout for {processes} ({'; '.join(reasons)}); add one, or start "
+        f"{_name_nearest(parsed, layouts, world_size)}",
         *sizes.values(),
     )
+
+
+def _name_nearest(parsed: ParsedFlags, layouts: list[dict[str, int]], world_size: int) -> str:
+    """The numbers of processes around this one that some layout fits, for a sentence. Looks 4096 steps either way."""
+    ways = range(world_size - 1, max(0, world_size - 4096), -1), range(world_size + 1, world_size + 4096)
+    fits = (
+        next((n for n in way if any(_find_problem(parsed, layout, n) is None for layout in layouts)), None)
+        for way in ways
+    )
+    return " or ".join(str(n) for n in fits if n is not None) or "another number"
 
 
 def _find_problem(parsed: ParsedFlags, layout: dict[str, int], world_size: int) -> str | None:

@@ -39,6 +39,7 @@ from megatron.training.flags.given import ParsedFlags, Problem
 from megatron.training.flags.help import asked_for_help, format_help
 from megatron.training.flags.parser import ExtraFlags, read_command_line
 from megatron.training.flags.preset import LIST, add_preset_flags, format_presets
+from megatron.training.flags.topology import add_topology
 
 _LARGEST_WORLD = 10_000_000
 _SIZES = (
@@ -130,6 +131,7 @@ def examine(
     # Only now: the file may name a preset, and --load.
     add_preset_flags(parsed, world_size)
     add_elastic_layout(parsed, world_size)
+    add_topology(parsed)
     if "use_checkpoint_args" in parsed.given:
         from megatron.training.flags.from_checkpoint import add_checkpoint_arguments
 

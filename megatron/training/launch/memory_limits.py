@@ -75,8 +75,9 @@ def _count_training_bytes(config: RunConfig, parameter: nn.Parameter, own_optimi
     copies = count_copies(config.model, config.site_replicas, of_experts=get_placement(parameter, "").is_expert)
     # A program's own optimizer, of whose state nothing is known, does not count.
     each = count_element_bytes(
-        ddp, optimizer, weight=weight, gradient=gradient, copies=copies, offloaded=1.0 if own_optimizer else offloaded
-    )
+        ddp, optimizer, weight=weight, gradient=gradient, copies=copies,
+        offloaded=1.0 if own_optimizer else offloaded, outer=config.sites.outer_bytes if is_trained else 0,
+    )  # fmt: skip
     return parameter.numel() * each
 
 

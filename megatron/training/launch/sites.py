@@ -24,7 +24,7 @@ from megatron.core.many_sites.outer_optimizer import (
 from megatron.core.many_sites.shares import count_longest_message, is_exchanging
 from megatron.core.optimizer.megatron_optimizer import MegatronOptimizer
 from megatron.training.config.container import RunConfig
-from megatron.training.config.sites import SitesConfig, split_addresses
+from megatron.training.config.sites import SitesConfig, read_topology, split_addresses
 from megatron.training.launch.launch import Launch
 
 _LEAST_KEY_BYTES = 16
@@ -45,8 +45,9 @@ def take_site(config: RunConfig, launch: Launch) -> Launch:
 
     From here on the settings describe this site as a job. Except for the first, which is the only one that
     prints, a site keeps its checkpoints and metrics in a separate directory. Raises ConfigError where a program has
-    joined the ranks itself.
+    joined the ranks itself, or the host is at another site by --site-topology.
     """
+    _check_place(config, launch)
     sites = config.sites.sites_of_job
     if sites == 1:
         _use_near_data(config)
@@ -68,6 +69,27 @@ def take_site(config: RunConfig, launch: Launch) -> Launch:
     rank = launch.rank % size
     leads_host = launch.is_first_of_host or rank == 0
     return dataclasses.replace(launch, rank=rank, world_size=size, leads_host=leads_host, whole=launch)
+
+
+def _check_place(config: RunConfig, launch: Launch) -> None:
+    path = config.sites.site_topology
+    if path is None:
+        return
+    sites, site = read_topology(path), config.sites.datacenter_id
+    copies = config.ddp.num_distributed_optimizer_instances
+    if config.sites.diloco_replicas == 1 and copies != len(sites):
+        raise ConfigError(
+            f"--site-topology {path} has {len(sites)} sites, and --num-distributed-optimizer-instances is {copies}; "
+            f"give {len(sites)}"
+        )
+    place = launch.rank * len(sites) // launch.world_size if site is None else site
+    own = socket.gethostname()
+    if not {own, own.partition(".")[0]} & set(sites[place]):
+        raise ConfigError(
+            f"rank {launch.rank} of {launch.world_size} belongs to site {place}, whose hosts are "
+            f"{', '.join(sites[place])} in --site-topology {path}, and runs on {own}; start the nodes in the order of "
+            "the file, as many processes at each site"
+        )
 
 
 def _use_near_data(config: RunConfig) -> None:
@@ -92,13 +114,17 @@ def find_meeting_point(launch: Launch, store: Store) -> MeetingPoint:
     """The meeting point of the sites of one job. store: of all ranks."""
     whole = launch.whole
     assert whole is not None and whole.master_addr is not None
+    return MeetingPoint(PrefixStore("sites", store), _find_own_address(whole.master_addr, whole.master_port or 1))
+
+
+def _find_own_address(host: str, port: int) -> str:
+    """Address of this machine that `host` reaches."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((whole.master_addr, whole.master_port or 1))  # sends nothing
-            host = probe.getsockname()[0]
+            probe.connect((host, port))  # sends nothing
+            return str(probe.getsockname()[0])
         except OSError:
-            host = socket.gethostname()
-    return MeetingPoint(PrefixStore("sites", store), host)
+            return socket.gethostname()
 
 
 def build_outer_optimizer(
@@ -121,6 +147,14 @@ def build_outer_optimizer(
         min_replicas=sites.diloco_min_replicas,
         timeout_seconds=sites.diloco_timeout_seconds,
     )
+    if sites.diloco_backend == "torchft":
+        from megatron.core.many_sites.torchft_quorum import TorchftOuterOptimizer
+
+        addresses = split_addresses(sites.diloco_address or "")
+        assert addresses is not None, "checked with the settings"
+        (host, port), *_ = addresses
+        store = launch.master_addr or _find_own_address(host, port), launch.master_port
+        return TorchftOuterOptimizer(optimizer, settings, site, f"http://{host}:{port}", store)
     exchange = None
     if is_exchanging(optimizer):
         key = secrets.token_bytes(32) if meeting_point is not None else read_key(sites)

@@ -178,6 +178,7 @@ def describe_gpt_workload(config: RunConfig, padded_vocab_size: int, num_microba
         num_microbatches=num_microbatches,
         data_parallel_size=config.site_replicas,
         offloaded_state=config.optimizer.optimizer_offload_fraction if config.optimizer.optimizer_cpu_offload else 0.0,
+        outer_bytes=config.sites.outer_bytes,
     )
 
 

@@ -222,6 +222,20 @@ def test_time_follows_what_a_layout_does() -> None:
     assert judge("--context-parallel-size 2").parts["context parallel"] > 0
 
 
+def test_outer_state_of_sites_is_planned() -> None:
+    """As the optimizer's, by which the weights are divided; a site is a job, or a block of one."""
+    divided = "--use-distributed-optimizer --untie-embeddings-and-output-weights"
+    alone, sites = judge(divided, gpus=4), "--diloco-replicas 2 --diloco-exchange-dtype int8"
+    job = judge(f"{divided} {sites} --datacenter-id 0 --diloco-address a:1 --diloco-key-file k", gpus=4)
+    block = judge(f"{divided} {sites}", gpus=8)
+    assert job.dp == 4 and block.dp == 8 and job.step_bytes == block.step_bytes
+    config = examine(f"{RUN} {divided}".split(), {"WORLD_SIZE": "4"}).config
+    workload = describe_gpt_workload(config, 1024)
+    parameters = predict_step_memory(config.model, config.ddp, config.optimizer, workload)[0].parameters
+    assert job.step_bytes - alone.step_bytes == pytest.approx(3 * 4 * parameters / 4, rel=1e-6)
+    assert block.tokens_per_second == 2 * job.tokens_per_second
+
+
 def test_a_shortened_schedule_has_the_same_bubble_and_memory() -> None:
     """Random layouts: walking fewer microbatches changes nothing that is predicted."""
     chooser = random.Random(5)
