@@ -43,6 +43,19 @@ def round_in(form: str, value: torch.Tensor) -> torch.Tensor:
     return decode(encode(flat, form), flat.numel(), form)[: value.numel()].view_as(value)
 
 
+def average(form: str, deltas: list[torch.Tensor], lost: list[torch.Tensor]) -> torch.Tensor:
+    """The mean of what the sites send. What each rounds away, the first one also of the mean, it adds next time."""
+    exact = torch.zeros_like(deltas[0])
+    for delta, own in zip(deltas, lost, strict=True):
+        wanted = delta + own
+        sent = round_in(form, wanted)
+        own.copy_(wanted - sent)
+        exact += sent / SITES
+    mean = round_in(form, exact)
+    lost[0].add_(exact - mean, alpha=SITES)
+    return mean
+
+
 def simulate(
     replicas: int, steps: int, *, iterations: int = ITERATIONS, fragments: int = 1, overlap: int = 0,
     mixing: float = 0.0, form: str = "fp32",
@@ -78,15 +91,8 @@ def simulate(
         for fragment in range(fragments):
             if (iteration + fragment * steps // fragments) % steps == 0:
                 for name in filter(lambda name: find_fragment(name) == fragment, outer):
-                    exact = torch.zeros_like(outer[name])
-                    for mine, own in zip(weights, lost, strict=True):
-                        delta = outer[name].detach() - mine[name].detach() + own[name]
-                        sent = round_in(form, delta)
-                        own[name] = delta - sent
-                        exact += sent / SITES
-                    mean = round_in(form, exact)
-                    lost[0][name] += SITES * (exact - mean)
-                    due.append((iteration + overlap, name, mean))
+                    deltas = [outer[name].detach() - mine[name].detach() for mine in weights]
+                    due.append((iteration + overlap, name, average(form, deltas, [own[name] for own in lost])))
         for _, name, mean in [entry for entry in due if entry[0] == iteration]:
             outer[name].grad = mean
             optimizers[name].step()
