@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A matrix in 8 bits with one scale: amax in one pass, and the cast with its transpose in another.
 
-The values are those of megatron/core/fp8.py bit for bit: the scale is divided as IEEE 754 has it, values beyond the
-format's greatest one become that, and NaN stays NaN. A product along the rows wants the transpose of what a product
-along the columns reads, so that both are written while the matrix is read once.
+The values equal those that megatron/core/fp8.py computes bit for bit: the scale is divided as IEEE 754 has it, values
+beyond the format's greatest value become it, and NaN stays NaN. A product along the rows wants the transpose of what a
+product along the columns reads, so that both are written while the matrix is read once.
 """
 
 from __future__ import annotations

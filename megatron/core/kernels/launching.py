@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launching of kernels, and the answer to whether they run where a tensor lies.
+"""Launching of kernels, and the test of whether they run on a tensor's device.
 
 A kernel is a function under `@triton.jit` whose parameters are tensors (pointers in the kernel), numbers, and
 constants, annotated `tl.constexpr`; a function beside it takes and returns tensors, allocates, and calls `launch`. All
-arithmetic is in float32, whatever the tensors' number formats are.
+arithmetic is in float32, whatever the tensors' dtypes are.
 
 Tests put another function in the place of `launch`: to compile what would be launched, or to count it.
 """
@@ -20,13 +20,13 @@ from torch import Tensor
 from megatron.core.device import find_kernel_obstacle, is_cpu
 
 FORMATS = (torch.float32, torch.bfloat16, torch.float16)
-"""Number formats that kernels read and write."""
+"""Dtypes that kernels read and write."""
 
 
 def uses_kernels(*tensors: Tensor | None) -> bool:
     """Return whether kernels take these tensors: on a GPU for which Triton compiles, contiguous, in one of
     `FORMATS`."""
-    # Asked in every call of every operation: what sends the CPU away comes first. A compiler writes its own kernels.
+    # Asked in every call of every operation: what sends the CPU away comes first. A compiler generates kernels.
     if tensors[0] is not None and is_cpu(tensors[0]):
         return False
     present = [tensor for tensor in tensors if tensor is not None]
@@ -64,7 +64,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int =
     `constexpr` parameters by name.
     """
     if 0 not in grid:
-        # Triton launches on the current device, which need not be that of the tensors where a process has several.
+        # Triton launches on the current device, which may not be the tensors' device where a process has several.
         with _make_current(next(argument.device for argument in arguments if isinstance(argument, Tensor))):
             kernel[grid](*arguments, num_warps=num_warps, **constants)
 

@@ -9,14 +9,14 @@ Each operand is rounded to 8 bits (megatron/core/fp8.py) or 4 (megatron/core/fp4
 of the sum once for each direction in which it is summed; where a matrix has one scale, once for both. A weight is
 rounded once per step. In NVFP4 output gradients are rounded at random, and operands of weight gradients transformed.
 
-Products run on the device's own kernel, or are emulated in float32 from the same 8-bit values, with the same result up
-to the order of sums. Results have the number format of the operands that came in.
+Products run on the device's kernel, or are emulated in float32 from the same 8-bit values, with the same result up to
+the order of sums. Results have the dtype of the operands that came in.
 
 With delayed scaling, amax of each operand is the greatest of the whole step: of all microbatches, and of all processes
 of the pipeline stage (`tp_dp_cp`, Transformer Engine's group, which the ranks of experts are a part of). Scales are
 thus the same in every layout. Transformer Engine, which changes them with every microbatch, begins with the scale 1;
-here an operand without a history is scaled by its own amax, which in the first step is that of the whole matrix. The
-other recipes look at what a process multiplies, alone.
+here an operand without a history is scaled by its current amax, in the first step the full matrix's. The other recipes
+look at what a process multiplies, alone.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ overflow counts values beyond the format's greatest one, underflow those that be
 
 @dataclass(frozen=True, kw_only=True)
 class FP8Recipe:
-    """Conversion of operands to 8-bit or 4-bit numbers, and the choice of who multiplies them. The fields are those of
-    the flags `--fp8-...`."""
+    """Conversion of operands to 8-bit or 4-bit numbers, and the choice of who multiplies them. The fields follow the
+    flags `--fp8-...`."""
 
     name: str
     """Of --fp8-recipe, or of --fp4-recipe."""
@@ -75,11 +75,11 @@ class FP8Recipe:
     may_fall_back: bool = False
     """True if a layer may go over to 16 bits during the run, which checkpoints then keep."""
     replicas: int = 1
-    """By how much output gradients are larger here than in one process: a process divides its loss by its own
-    microbatches, and the mean over replicas comes later. Histories and scales are kept as in one process."""
+    """By how much output gradients are larger here than in one process: a process divides its loss by its microbatches,
+    and the mean over replicas comes later. Histories and scales are kept as in one process."""
 
     def format_of(self, operand: int) -> torch.dtype:
-        """The number format of one of OPERANDS."""
+        """The dtype of one of OPERANDS."""
         return E5M2 if self.hybrid and operand == GRAD else E4M3
 
     def has_one_scale(self, operand: int) -> bool:
@@ -103,7 +103,7 @@ class FP8Recipe:
         return {"blockwise": (SCALED_BLOCK, 1), "mxfp8": (MX_BLOCK, 1), "nvfp4": (fp4.BLOCK, 1)}.get(self.name)
 
     def pack(self, rounded: Operand) -> tuple[Tensor, ...]:
-        """The tensors that wait for backward of an input."""
+        """The tensors of an input that are saved for backward."""
         return fp4.pack(rounded) if self.name == "nvfp4" else rounded.pack()
 
     def unpack(self, kept: tuple[Tensor, ...]) -> Operand:
@@ -121,7 +121,7 @@ class FP8Recipe:
 
 
 def find_kernel(recipe: str, *, emulates: bool, device: torch.device) -> bool:
-    """Return whether products run on the device's own kernel for 8 bits; False where they are emulated.
+    """Return whether products run on the device's kernel for 8 bits; False where they are emulated.
 
     emulates: --fp8-emulation. Raises ConfigError for a GPU that cannot, unless it is to be emulated there.
     """
@@ -154,8 +154,8 @@ class FP8Matmul(Product, HasScales):
     """The products of one weight [out, in] in FP8."""
 
     amax_history: Tensor
-    """[3, length], with delayed scaling: amax of each of OPERANDS in the last steps, the last one first; that of
-    gradients as it would be in one process."""
+    """[3, length], with delayed scaling: amax of each of OPERANDS in the last steps, the last one first; for gradients
+    as it would be in one process."""
     amax: Tensor
     """[3], with delayed scaling: what of the history gives the scale of each of OPERANDS; 0 before the first step. Not
     the scale itself, so that a run may go on with another format or margin."""
@@ -174,9 +174,9 @@ class FP8Matmul(Product, HasScales):
         keeps_rounded_input: bool = True,
         sharers: tuple[Group, Group] | None = None,
     ) -> None:
-        """exact: the same product in the number format of its operands; torch's when None. keeps_rounded_input: until
-        backward in 8 bits, where the weight gradient reads it in 8 bits. sharers: processes that have parts of one
-        matrix of tokens, and of one weight."""
+        """exact: the same product in the dtype of its operands; torch's when None. keeps_rounded_input: until backward
+        in 8 bits, where the weight gradient reads it in 8 bits. sharers: processes that have parts of one matrix of
+        tokens, and of one weight."""
         HasScales.__init__(self)
         self.recipe, self.accumulates, self.out_dtype = recipe, accumulates, out_dtype
         self.has_smaller_form = keeps_rounded_input and recipe.rounds_weight_grad
@@ -214,7 +214,7 @@ class FP8Matmul(Product, HasScales):
         """Y of an input x [..., in] that is rounded [tokens, in] already."""
         dtype = x.dtype if self.out_dtype is None else self.out_dtype
         y = self._multiply(rounded, self._round_weight(weight), dtype, bias)
-        # Not view(): whoever reads the output may overwrite it, which autograd forbids for views.
+        # Not view(): readers of the output may overwrite it, which autograd forbids for views.
         reshaped: Tensor = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
         return reshaped
 
@@ -300,7 +300,7 @@ class FP8Matmul(Product, HasScales):
         if self.recipe.is_native and launching.uses_kernels(matrix):
             from megatron.core.kernels import fp8_cast
 
-            # All matrices of a stack have one scale: their rows are those of one matrix.
+            # All matrices of a stack have one scale: their rows count as one matrix.
             shape, matrix = matrix.shape, matrix.flatten(0, -2)
             amax = fp8_cast.find_amax(matrix)
             amax = self._replace_amax(operand, amax) if is_delayed else amax
@@ -329,7 +329,7 @@ class FP8Matmul(Product, HasScales):
         return self._round(GRAD, grad, over_rows=True)
 
     def _replace_amax(self, operand: int, own: Tensor) -> Tensor:
-        """Delayed scaling: note an operand's own amax for steps to come, and return that of earlier ones."""
+        """Delayed scaling: record an operand's amax for later steps, and return the amax of earlier ones."""
         if self.training:  # a validation between two steps must leave no trace in them
             noted = self._noted[operand]
             self._noted[operand] = own if noted is None else torch.maximum(noted, own)
@@ -411,7 +411,7 @@ class FP8Matmul(Product, HasScales):
     def end_step(self, amax: Tensor | None) -> None:
         """Forget the rounded weight, which is about to change, and what was rounded last.
 
-        amax: with delayed scaling, those of the step, [3].
+        amax: with delayed scaling, the step's, [3].
         """
         self._weight = self._grad = self._sharers = None
         if amax is None:
