@@ -223,7 +223,7 @@ class TorchDist(_UpstreamSource):
         if wish.with_state:
             reader = with_everyone(self._world, lambda: BoxReader(self.path, read_metadata(self.path / METADATA_NAME)))
             reshaped = read_reshaped_state(reader, self._common.args, self._world)
-        # There each section of a mixer is a tensor of its own; in flat buckets, which were put together, it is not.
+        # There each section of a mixer is a separate tensor; in flat buckets, which were put together, it is not.
         flat = {key: tensor for key, tensor in tensors.items() if key in reshaped}
         others = ask_for_sections(self._config.model, {key: tensors[key] for key in tensors if key not in flat})
         # A section's shards may be saved flat, too.
