@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outer steps whose exchange the package torchft makes, in place of exchange.py: a server beside the sites (its
-lighthouse) counts those that are there, gloo sums what they have learnt, and one that is behind gets the outer state
-from another over HTTP.
+"""Outer steps whose exchange the package torchft makes, in place of exchange.py: a separate server (its lighthouse)
+counts the sites that are there, gloo sums what they have learnt, and a site that is behind gets the outer state from
+another over HTTP.
 
-Nothing of that is authenticated or encrypted, values are float32, and logged losses are those of one site.
+Nothing of that is authenticated or encrypted, values are float32, and logged losses are one site's.
 """
 
 from __future__ import annotations

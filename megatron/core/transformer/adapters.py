@@ -123,13 +123,14 @@ class Adapter(nn.Module):
     def _drop(self, x: Tensor) -> Tensor:
         if not (self.training and self.dropout):
             return x
-        # Ranks with other channels of the same tokens drop other elements; tokens of a rank's own have its stream.
+        # Ranks with other channels of the same tokens drop other elements; where ranks have different tokens, each
+        # draws from its stream.
         with model_parallel_stream(self.group.size() if self.is_row and self.group and not self.splits_tokens else 1):
             return F.dropout(x, self.dropout)
 
     @property
     def projections(self) -> list[str]:
-        """What the rows of the layer's weight compute, in order of first appearance."""
+        """Parts that the rows of the layer's weight compute, in order of first appearance."""
         return list(dict.fromkeys(name for name, _ in self.rows))
 
     def _spread(self, weight: Tensor) -> Tensor:
