@@ -39,12 +39,12 @@ from megatron.hf.checkpoints import (
     read_carried,
     write_checkpoint,
 )
-from megatron.hf.entries import Entry, count_values, list_entries, list_their_shapes
+from megatron.hf.entries import Entry, count_values, list_entries, list_shapes, list_their_shapes
 from megatron.hf.progress import ConversionProgress
 from megatron.hf.quantised import SCALE, DequantisedTensors, FP8Weights
+from megatron.hf.rows import join_numbers, read_part, split_name
 from megatron.hf.settings import build_config_json, read_settings
 from megatron.hf.tensor_files import (
-    Shapes,
     TensorDirectory,
     is_buffer,
     list_own_names,
@@ -91,15 +91,17 @@ class Source:
 
     def read(self, name: str) -> Tensor:
         """A tensor by its name in the table."""
-        return self.tensors.read(self.aliases.get(name, name))
+        return read_part(lambda base: self.tensors.read(self.aliases.get(base, base)), name)
 
     def read_box(self, name: str, box: Box) -> Tensor:
         """A part of a tensor, by its name in the table: (start, length) for each dimension."""
-        return self.tensors.read_box(self.aliases.get(name, name), box)
+        base, index = split_name(name)
+        return self.tensors.read_box(self.aliases.get(base, base), box if index is None else ((index, 1),))
 
     def find_dtype(self, entry: Entry) -> torch.dtype:
         """Return the dtype of a parameter of ours. Raises CheckpointError where their tensors have several."""
-        stored = {n: self.tensors.contents[self.aliases.get(n, n)] for names in entry.names for n in names}
+        named = {split_name(name)[0] for names in entry.names for name in names}
+        stored = {name: self.tensors.contents[self.aliases.get(name, name)] for name in sorted(named)}
         first_name, first = next(iter(stored.items()))
         for name, tensor in stored.items():
             if tensor.dtype != first.dtype:
@@ -402,15 +404,6 @@ def write_hf_directory(
     progress.end()
 
 
-def list_shapes(entries: Iterable[Entry], get_dtype: Callable[[str], torch.dtype]) -> Shapes:
-    """Return dtype and shape of their tensors, by name. get_dtype: of a parameter of ours, by our name."""
-    return {
-        name: (get_dtype(entry.key), shape)
-        for entry in entries
-        for name, shape in list_their_shapes([entry]).items()
-    }  # fmt: skip
-
-
 def watch(tensors: Iterator[tuple[str, Tensor]], progress: ConversionProgress) -> Iterator[tuple[str, Tensor]]:
     """The same tensors; each is counted once it has been used."""
     for name, tensor in tensors:
@@ -444,12 +437,16 @@ def split_all(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield their names and tensors. read: a parameter of ours, by our name. wanted: names that are written; all when
     None."""
-    for entry in entries:
-        # A tensor and its scale may be in different files.
-        theirs = [name for base in list_their_shapes([entry]) for name in (base, base + SCALE)]
-        if wanted is None or any(name in wanted for name in theirs):
-            for name, tensor in entry.split(read(entry.key)):
-                yield from ((n, part) for n, part in store(name, tensor) if wanted is None or n in wanted)
+
+    def list_parts() -> Iterator[tuple[str, Tensor]]:
+        for entry in entries:
+            # A tensor and its scale may be in different files.
+            theirs = [name for base in list_their_shapes([entry]) for name in (base, base + SCALE)]
+            if wanted is None or any(name in wanted for name in theirs):
+                yield from entry.split(read(entry.key))
+
+    for name, tensor in join_numbers(list_parts()):
+        yield from ((n, part) for n, part in store(name, tensor) if wanted is None or n in wanted)
 
 
 # ---- the proof
@@ -472,7 +469,7 @@ def verify_weights(
             ours = read_ours(entry.key)
             written = (pair for name, tensor in entry.split(ours) for pair in store(name, tensor))
             for name, tensor in written:
-                if describe := _compare(tensor, read_theirs(name)):
+                if describe := _compare(tensor, read_part(read_theirs, name)):
                     differing.append(f"{name} {describe}")
             progress.advance(ours)
         progress.end()

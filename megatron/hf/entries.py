@@ -15,8 +15,18 @@ from megatron.core.placement import Box, Placement, get_placement
 from megatron.core.stacked_parameters import list_parameters
 from megatron.core.tensor_parallel.parameters import declare_vocabulary
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.hf.rows import find_their_rows, is_per_expert, join, list_copies, list_names, split
+from megatron.hf.rows import (
+    find_their_rows,
+    is_per_expert,
+    join,
+    join_numbers,
+    list_copies,
+    list_names,
+    split,
+    split_name,
+)
 from megatron.hf.settings import build_empty_model
+from megatron.hf.tensor_files import Shapes
 from megatron.training.config.container import RunConfig
 from megatron.training.recipes.family import Family, Row, find_row
 
@@ -165,8 +175,14 @@ def count_values(entries: Iterable[Entry]) -> int:
 
 def list_their_shapes(entries: Iterable[Entry]) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor in their files."""
-    return {
-        name: tuple(tensor.shape)
-        for entry in entries
-        for name, tensor in entry.split(torch.empty(entry.placement.logical_shape, device="meta"))
+    pairs = (pair for e in entries for pair in e.split(torch.empty(e.placement.logical_shape, device="meta")))
+    return {name: tuple(tensor.shape) for name, tensor in join_numbers(pairs)}
+
+
+def list_shapes(entries: Iterable[Entry], get_dtype: Callable[[str], torch.dtype]) -> Shapes:
+    """Return dtype and shape of their tensors, by name. get_dtype: of a parameter of ours, by our name."""
+    entries = list(entries)
+    formats = {
+        split_name(name)[0]: get_dtype(e.key) for e in entries for names in e.names for name in (*names, *e.copies)
     }
+    return {name: (formats[name], shape) for name, shape in list_their_shapes(entries).items()}

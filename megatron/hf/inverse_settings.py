@@ -11,6 +11,7 @@ from megatron.core.plan.model_plan import BranchOptions, LayerPlan
 from megatron.core.plan.read import read_plan
 from megatron.training.config.container import RunConfig
 from megatron.training.flags.declarations import flags_by_spelling
+from megatron.training.recipes.compressed_layers import describe_ropes, invert_layer_flag
 from megatron.training.recipes.family import GROUP_LIMITED, ROPE_TYPES, ConfigKey, Family
 from megatron.training.recipes.family_flags import ENDLESS, FULL, list_pinned
 from megatron.training.recipes.family_letters import read_pattern
@@ -92,6 +93,8 @@ def _invert(setting: ConfigKey, config: RunConfig, fields: dict[str, Any]) -> bo
         is_normed, is_first = setting.theirs.split("|")
         fields |= {is_normed: value != "none", is_first: value == "ungated"}
         return True
+    if setting.form in ("compressed layers", "hashed layers"):
+        return invert_layer_flag(setting.flag, model, fields)
     value = _convert(setting, value, config, layers)
     if setting.form == "expansion":
         if value != int(value):
@@ -219,6 +222,10 @@ def _add_rope(fields: dict[str, Any], config: RunConfig) -> None:
     rope: dict[str, Any] = {"rope_type": kind, **{name: value for name, value in expects.items() if value is not None}}
     for setting in settings:
         _invert(setting, config, rope)
+    if "compress_rope_theta" in fields:
+        # For layers with entries; the others are never stretched.
+        fields["rope_parameters"] = describe_ropes(fields, rope)
+        return
     parameters = fields.setdefault("rope_parameters", {})
     if FULL in parameters:
         # The layers with a window are never stretched.

@@ -7,7 +7,8 @@ All of it only moves elements, so a round trip is exact in every dtype, and it w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -33,6 +34,25 @@ def list_names(row: Row, parameter: str, config: TransformerConfig) -> list[list
     names = [name.replace("{layer}", str(layer)).replace("{pair}", str(layer // 2)) for name in theirs]
     count = config.num_moe_experts or 1 if is_per_expert(row) else 1
     return [[name.replace("{expert}", str(expert)) for name in names] for expert in range(count)]
+
+
+def read_part(read: Callable[[str], Tensor], name: str) -> Tensor:
+    """Read a tensor of theirs, or one number of it where that is what a row names: `scale[2]`, as [1]."""
+    base, index = split_name(name)
+    return read(base) if index is None else read(base)[index : index + 1]
+
+
+def split_name(name: str) -> tuple[str, int | None]:
+    """The name of a tensor in their files, and which of its numbers is meant; None for all."""
+    base, _, index = name.partition("[")
+    return base, int(index.removesuffix("]")) if index else None
+
+
+def join_numbers(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Put numbers of one tensor, which follow one another, together: their names and tensors."""
+    for base, run in itertools.groupby(pairs, lambda pair: split_name(pair[0])[0]):
+        parts = list(run)
+        yield from [(base, torch.cat([part for _, part in parts]))] if split_name(parts[0][0])[1] is not None else parts
 
 
 def list_copies(row: Row, config: TransformerConfig) -> tuple[str, ...]:

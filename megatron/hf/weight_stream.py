@@ -24,6 +24,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.placement import Box
 from megatron.core.process_groups_config import Group
 from megatron.hf.entries import Entry
+from megatron.hf.rows import join_numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +80,9 @@ class WeightStream:
         Where this process gets none it yields none, and has taken part nevertheless. Tensors may share the memory of
         the parameters: copy what is to outlive the next update.
         """
+        yield from join_numbers(self._list_parts(entries))
+
+    def _list_parts(self, entries: Sequence[Entry]) -> Iterator[tuple[str, Tensor]]:
         for entry in entries:
             for region, names in entry.list_regions():
                 ours = self._gather(entry.key, region)

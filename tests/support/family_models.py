@@ -27,6 +27,7 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64,
     "beta_fast": 4.0, "beta_slow": 0.5, "truncate": False,
 }  # fmt: skip
+STRETCHED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
@@ -92,6 +93,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepSeek V3, plainly": ("DeepseekV3", LATENT | EAGER | {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
     "DeepSeek V3.2": ("DeepseekV32", BASES["deepseek_v32"] | {"rope_parameters": MSCALE} | EAGER),
     "GLM 5": ("GlmMoeDsa", BASES["glm_moe_dsa"] | EAGER),
+    "DeepSeek V4": ("DeepseekV4", BASES["deepseek_v4"] | {"rope_parameters": STRETCHED} | EAGER),
     "gpt-oss": (
         "GptOss", {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 12, "sliding_window": 6} | EAGER,
     ),

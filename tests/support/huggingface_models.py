@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.hf.rows import join, list_names, split
+from megatron.hf.rows import join, list_names, read_part, split, split_name
 from megatron.training.recipes.families import find_family
 from megatron.training.recipes.family import Family, Row, find_row
 from megatron.training.recipes.family_flags import build_flags
@@ -93,9 +93,9 @@ def convert(model: GPTModel, family: Family, theirs: Mapping[str, Tensor]) -> di
         row = find_row(family, ours)
         assert row is not None, f"no row of the family {family.name} gives {ours}"
         names = list_names(row, ours, config)
-        used |= {name for of_one in names for name in of_one}
+        used |= {split_name(name)[0] for of_one in names for name in of_one}
         is_stack = ".experts." in ours and "{expert}" not in row.theirs[0]  # in one tensor for all experts
-        sources = [[theirs[name] for name in of_one] for of_one in names]
+        sources = [[read_part(theirs.__getitem__, name) for name in of_one] for of_one in names]
         if is_stack:
             sources = [list(of_one) for of_one in zip(*sources[0], strict=True)]
         parts = [join(row, config, tensors) for tensors in sources]

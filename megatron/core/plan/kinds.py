@@ -6,6 +6,9 @@
 | attention        | *      | self_attention | attention with packed heads                         |
 | latent_attention | +      | self_attention | attention whose keys and values are latent vectors  |
 | sparse_attention | D      | self_attention | latent attention to tokens that an indexer chooses  |
+| sliding_attention  | W    | self_attention | one key of a token, in a window (compressed_kinds.py, as the two below) |
+| compressed_sparse  | C    | self_attention | beside these some entries of several tokens each    |
+| compressed_heavy   | H    | self_attention | beside these all entries, of many tokens each       |
 | mlp              | -      | mlp            | two products around an activation                   |
 | experts          | E      | mlp            | a router and many MLPs of which few work on a token |
 | mamba            | M      | mixer          | Mamba-2 (state_kinds.py, as the two below)          |
@@ -36,6 +39,7 @@ from megatron.core.plan.branch_kind import (
     keep_input,
     share_of_rounded,
 )
+from megatron.core.plan.compressed_kinds import COMPRESSED_KINDS
 from megatron.core.plan.model_plan import Branch
 from megatron.core.plan.state_kinds import MAMBA, STATE_KINDS
 
@@ -401,6 +405,7 @@ _KINDS: dict[str, BranchKind] = {
         BranchKind("linear_for_mlp", "", "mlp", _count_matrix, _keep_for_mlp),
         BranchKind("mlp", "-", "mlp", _count_mlp, _keep_mlp),
         BranchKind("experts", "E", "mlp", _count_experts, _keep_experts),
+        *COMPRESSED_KINDS,
         *STATE_KINDS,
     )
 }  # fmt: skip

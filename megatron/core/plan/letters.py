@@ -33,9 +33,6 @@ def split_letters(pattern: str) -> Letters:
 
 
 COMING = {
-    "C": "compressed sparse attention of DeepSeek-V4 (a ratio of 4)",
-    "H": "heavily compressed attention of DeepSeek-V4 (a ratio of 128)",
-    "W": "attention of DeepSeek-V4 that sees a sliding window alone",
     "V": "compressed sparse attention of DeepSeek-V4.1",
 }
 """Letters of Megatron-LM that are no kind of layer here, and what they are there."""
@@ -68,9 +65,15 @@ def find_letters_problem(pattern: str, known: Collection[str]) -> str | None:
 def find_mixture_problem(part: str) -> str | None:
     """Return what is wrong with the letters of one part, or of one stage, in combination."""
     latent = next((letter for letter in part if letter in "D+"), None)
-    if "*" in part and latent is not None:
+    compressed = next((letter for letter in part if letter in "CHW"), None)
+    if "*" in part and (latent or compressed):
         return (
-            f"has * and {latent}, attention without latent vectors and with them, which one model cannot have; write "
-            f"{latent} for *, or * for {latent}"
+            f"has * and {latent or compressed}, attention without latent vectors and with them, which one model cannot "
+            f"have; write {latent or compressed} for *, or * for {latent or compressed}"
+        )
+    if latent and compressed:
+        return (
+            f"has {latent} and {compressed}, attention with many keys of a token and with one, which one model cannot "
+            f"have; write one of C, H and W for {latent}"
         )
     return None

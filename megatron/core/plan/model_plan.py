@@ -36,6 +36,10 @@ class BranchOptions(NamedTuple):
     """Factor on the branch's output, beside the model's."""
     chooser: int | None = None
     """Of sparse attention the layer whose choice of keys it takes; None for its own."""
+    compress_ratio: int = 0
+    """Of compressed attention the tokens of a window that becomes one entry; 0 for no entries."""
+    chooses: bool = False
+    """True where compressed attention chooses among entries, which overlap then."""
     context_exchange: str = "p2p"
     """Exchange of keys and values among context-parallel ranks, as in --cp-comm-type."""
 

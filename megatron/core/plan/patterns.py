@@ -63,6 +63,8 @@ class PlanSettings(NamedTuple):
     mlp_output_multiplier: float
     dsa_indexer_topk_freq: int
     dsa_indexer_skip_topk_offset: int
+    csa_compress_ratios: LayerPattern | None
+    csa_window_size: int
 
     @classmethod
     def read(cls, config: Any) -> PlanSettings:
@@ -98,6 +100,12 @@ class PlanSettings(NamedTuple):
         """Find the layer whose choice of keys layer `number`, counted from 1, takes; None where it chooses."""
         behind = max(number - max(self.dsa_indexer_skip_topk_offset, 1), 0) % max(1, self.dsa_indexer_topk_freq)
         return number - behind if behind and number <= self.num_layers else None
+
+    def read_ratio(self, number: int) -> int:
+        """Read the compression ratio of layer `number`, counted from 1; 0 where the list is too short, which is
+        complained about elsewhere."""
+        ratios = self.csa_compress_ratios
+        return ratios[number - 1] if isinstance(ratios, tuple) and number <= len(ratios) else 0
 
     def has_experts(self, number: int) -> bool:
         """Return True if layer `number`, counted from 1, has a mixture of experts in place of a dense MLP."""

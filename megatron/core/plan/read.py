@@ -15,6 +15,14 @@ from megatron.core.plan.patterns import PlanSettings
 
 _GATED_DELTA_NETS = {"gdn": "gated_delta_net", "gated_delta_net": "gated_delta_net", "gdn2": "gated_delta_net_2"}
 """--experimental-attention-variant -> kind of layers."""
+SPARSE_RATIO, HEAVY_RATIO = 4, 128
+"""Compression ratios of DeepSeek-V4, of layers that choose among entries, and of those that see all."""
+_COMPRESSED = {"sliding_attention": 0, "compressed_sparse": SPARSE_RATIO, "compressed_heavy": HEAVY_RATIO}
+"""Kinds of compressed attention, and their ratios where settings say no others."""
+
+
+def _name_compressed(ratio: int) -> str:
+    return next((kind for kind, usual in _COMPRESSED.items() if usual == ratio), "compressed_heavy")
 
 
 def read_plan(config: Any) -> ModelPlan:
@@ -40,8 +48,10 @@ def _build(settings: PlanSettings) -> ModelPlan:
     def plan(number: int, name: str) -> LayerPlan:
         if blocks is not None:
             return LayerPlan(number, name, tuple(_list_branches(settings, blocks, number)))
+        compressed = settings.experimental_attention_variant == "dsv4_hybrid"
+        own = _name_compressed(settings.read_ratio(number)) if compressed else attention
         kinds = (
-            linear if settings.is_linear(number) else attention,
+            linear if settings.is_linear(number) else own,
             "experts" if settings.has_experts(number) else "mlp",
         )
         branches = tuple(_branch(settings, kind, number) for kind in kinds)
@@ -138,6 +148,14 @@ def _branch(settings: PlanSettings, kind: str, number: int, *, is_prediction: bo
     options = settings.read_options(number)
     if kind == "sparse_attention" and not is_prediction:
         options = options._replace(chooser=settings.find_chooser(number))
+    if kind in _COMPRESSED:
+        listed = settings.hybrid_layer_pattern is None
+        options = options._replace(
+            window=settings.csa_window_size - 1,
+            rotary="global" if _COMPRESSED[kind] else "local",
+            compress_ratio=settings.read_ratio(number) if listed else _COMPRESSED[kind],
+            chooses=_COMPRESSED[kind] == SPARSE_RATIO,
+        )
     if kind in ("mlp", "experts", "linear_for_mlp"):
         options = options._replace(multiplier=settings.mlp_output_multiplier)
         if settings.parallel_residual_shares_norm:
@@ -174,7 +192,7 @@ def follow_letters(config: Any) -> None:
     if config.mtp_num_layers is None:
         config.mtp_num_layers = len(letters.predictions) or None
     config.is_hybrid_model = True
-    if {"+", "D"} & set(pattern):
+    if set("+DCHW") & set(pattern):
         config.multi_latent_attention = True
 
 
@@ -203,7 +221,7 @@ def letter_problems(config: Any) -> Iterator[str]:
         yield f"{asked} contradicts {config.flag('num_moe_experts')}: the letter E and that flag go together"
     if "*" in everything and config.multi_latent_attention:
         yield f"{asked} has attention with latent vectors and without; write + for * with --multi-latent-attention"
-    elif config.multi_latent_attention and "+" not in everything and "D" not in everything:
+    elif config.multi_latent_attention and not set("+DCHW") & set(everything):
         yield f"{asked} contradicts --multi-latent-attention: the letter + and that flag go together"
     neutrals = {"parallel_residual": False, "mamba_beside_attention": False, "moe_layer_freq": 1}
     for name, neutral in (neutrals | {"linear_attention_freq": None}).items():

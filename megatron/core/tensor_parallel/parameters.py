@@ -129,7 +129,8 @@ def declare_parameter(
     if size > _LARGE_BYTES and is_cpu(device or torch.get_default_device()):
         shape = " x ".join(map(str, placement.local_shape))
         require_host_memory(size, f"the {shape} elements of one parameter", _SMALLER)
-    parameter = nn.Parameter(torch.empty(placement.local_shape, dtype=dtype, device=device))
+    empty = torch.empty(placement.local_shape, dtype=dtype, device=device)
+    parameter = nn.Parameter(empty, requires_grad=dtype.is_floating_point)
     place(parameter, placement)
     # Kept on the parameter, so that filling can wait until its global name is known.
     parameter.initialiser = init  # type: ignore[attr-defined]

@@ -46,7 +46,7 @@ def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 def _angles(rotation: Rotation, x: Tensor) -> tuple[Tensor, Tensor]:
-    shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (-1,)  # [s, 1, ..., rotated / 2]
+    shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (rotation.cos.shape[-1],)  # [s, 1, ..., rotated / 2]
     # Computed in float32 and rounded last: large positions times frequencies have no digits left in 16 bits.
     return rotation.cos.view(shape).to(x.dtype), rotation.sin.view(shape).to(x.dtype)
 

@@ -33,7 +33,7 @@ from megatron.core.context_parallel.sharding import to_sequence_order
 from megatron.core.errors import ConfigError
 from megatron.core.inference_context import InferenceContext
 from megatron.core.plan.read import read_plan
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -122,7 +122,41 @@ def build_hadamard(like: Tensor) -> Tensor:
     return matrix * like.shape[-1] ** -0.5
 
 
-class SparseCore(DotProductAttention):
+class IndexLossCore(MegatronModule):
+    """Core of attention with an indexer, which its own loss trains."""
+
+    indexer: Any
+    """None where there is none."""
+    cp_group: Group
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.auxiliary_loss_scale = AuxiliaryLossScale()
+        self._loss: Tensor | None = None
+
+    @property
+    def learns(self) -> bool:
+        """True if this forward trains the indexer."""
+        has_loss = self.indexer is not None and self.config.dsa_indexer_loss_coeff
+        return bool(has_loss) and self.training and torch.is_grad_enabled()
+
+    def attach_loss(self, context: Tensor, vectors: IndexVectors, call: LossCall) -> Tensor:
+        """The context [s, b, ...], whose backward also is that of the indexer's loss."""
+        rows = context.shape[0] * context.shape[1] * self.cp_group.size()
+        share = compute_index_loss(vectors, call) * (self.config.dsa_indexer_loss_coeff or 0.0) / rows
+        if not is_recomputing():
+            self._loss = share.detach() if self._loss is None else self._loss + share.detach()
+        # Where gradients are divided by all tokens in the end, a microbatch counts as much as it has tokens.
+        counted = share * (rows if self.config.calculate_per_token_loss else 1)
+        return attach_auxiliary_loss(context, counted, self.auxiliary_loss_scale)
+
+    def take_loss(self) -> Tensor | None:
+        """Return the sum over microbatches since the last call of this process's part of the loss; None for none."""
+        taken, self._loss = self._loss, None
+        return taken
+
+
+class SparseCore(DotProductAttention, IndexLossCore):
     """Attention to chosen keys, with the indexer that chooses them, or another layer's choice."""
 
     def __init__(self, config: TransformerConfig, layer_number: int, **named: Any) -> None:
@@ -141,14 +175,6 @@ class SparseCore(DotProductAttention):
         """Choice of the last forward: int32 [s, b, k], None for all keys; in generation for each run."""
         self.source = [self]
         """The core whose choice is taken; in a list, so that it is no part of this one."""
-        self.auxiliary_loss_scale = AuxiliaryLossScale()
-        self._loss: Tensor | None = None
-
-    @property
-    def learns(self) -> bool:
-        """True if this forward trains the indexer."""
-        has_loss = self.indexer is not None and self.config.dsa_indexer_loss_coeff
-        return bool(has_loss) and self.training and torch.is_grad_enabled()
 
     def choose(
         self, hidden_states: Tensor, query_latent: Tensor, rotation: Rotation | None, places: Places
@@ -174,21 +200,6 @@ class SparseCore(DotProductAttention):
     def choose_by(self, vectors: IndexVectors, places: Places) -> Tensor | None:
         """See `choose_keys`."""
         return choose_keys(vectors, places, self.config.indexer_sizes[2], self.config.dsa_indexer_scoring_relu)
-
-    def attach_loss(self, context: Tensor, vectors: IndexVectors, call: LossCall) -> Tensor:
-        """The context [s, b, n * dv], whose backward also is that of the indexer's loss."""
-        rows = context.shape[0] * context.shape[1] * self.cp_group.size()
-        share = compute_index_loss(vectors, call) * (self.config.dsa_indexer_loss_coeff or 0.0) / rows
-        if not is_recomputing():
-            self._loss = share.detach() if self._loss is None else self._loss + share.detach()
-        # Where gradients are divided by all tokens in the end, a microbatch counts as much as it has tokens.
-        counted = share * (rows if self.config.calculate_per_token_loss else 1)
-        return attach_auxiliary_loss(context, counted, self.auxiliary_loss_scale)
-
-    def take_loss(self) -> Tensor | None:
-        """Return the sum over microbatches since the last call of this process's part of the loss; None for none."""
-        taken, self._loss = self._loss, None
-        return taken
 
     def _attend(self, backend: CoreAttention, inputs: AttentionInputs) -> Tensor:
         return super()._attend(backend if inputs.visible.chosen is None else self.chosen_backend, inputs)

@@ -13,8 +13,10 @@ from megatron.core.config_base import derived, flag, get_settings, name_multiple
 from megatron.core.errors import ConfigError
 from megatron.core.plan.patterns import pattern_problems
 from megatron.core.plan.read import block_problems, letter_problems, read_plan
+from megatron.core.plan.stages import build_pipeline_layout, build_virtual_stages
 from megatron.core.transformer.config_fields.adapters import AdapterFields
 from megatron.core.transformer.config_fields.attention import AttentionFields
+from megatron.core.transformer.config_fields.compressed_attention import CompressedAttentionFields
 from megatron.core.transformer.config_fields.cuda_graphs import CudaGraphFields
 from megatron.core.transformer.config_fields.hyper_connections import HyperConnectionFields
 from megatron.core.transformer.config_fields.initialization import InitializationFields
@@ -33,6 +35,7 @@ from megatron.core.transformer.config_fields.state_mixers import StateMixerField
 class TransformerConfig(
     AdapterFields,
     HyperConnectionFields,
+    CompressedAttentionFields,
     SparseAttentionFields,
     CudaGraphFields,
     PipelineFields,
@@ -147,6 +150,7 @@ class TransformerConfig(
         yield from self._inner_widths_divide_over_ranks()
         yield from self._widths_fit_fp8()
         yield from self._mlp_may_be_divided()
+        yield from self._tables_see_tokens()
         yield from self.kernel_problems()
         if "mla_up_proj" in (self.recompute_modules or ()) and not self.multi_latent_attention:
             yield "--recompute-modules mla_up_proj needs --multi-latent-attention, which has that projection"
@@ -192,6 +196,19 @@ class TransformerConfig(
             yield f"{asked} and --tp-comm-overlap both divide the tokens of a product; keep one of them"
         if selective and "layernorm" in (self.recompute_modules or ()):
             yield f"{asked} does not work with --recompute-modules layernorm, for all tokens at once; keep one of them"
+
+    def _tables_see_tokens(self) -> Iterator[str]:
+        """Layers whose experts a table chooses lie on the stage that reads the tokens."""
+        count, shape = self.moe_n_hash_layers if self.num_moe_experts else 0, build_virtual_stages(self)
+        if not count or any(self.division_problems(shape.stages, shape.chunks)):
+            return
+        hashed = [layer.number for layer in read_plan(self).decoder if layer.has("experts")][:count]
+        held = len(build_pipeline_layout(self, shape)[0].layers)
+        if hashed and hashed[-1] > held:
+            yield (
+                f"{self.say('moe_n_hash_layers')} needs the numbers of tokens in layer {hashed[-1]}, and the first "
+                f"pipeline stage, which has them, has {held} layers; give it more (--decoder-first-pipeline-num-layers)"
+            )
 
     def _widths_fit_fp8(self) -> Iterator[str]:
         """Check that what linear layers multiply on one rank is made of whole blocks, as kernels for 8 bits take

@@ -12,6 +12,7 @@ import difflib
 from collections.abc import Sequence
 
 from megatron.core.errors import ConfigError
+from megatron.training.recipes.compressed_families import COMPRESSED_FAMILIES
 from megatron.training.recipes.convolution_families import CONVOLUTION_FAMILIES
 from megatron.training.recipes.delta_families import DELTA_FAMILIES
 from megatron.training.recipes.expert_families import EXPERT_FAMILIES
@@ -274,6 +275,7 @@ FAMILIES: tuple[Family, ...] = (
     *PARALLEL_FAMILIES,
     *HYBRIDS,
     *DELTA_FAMILIES,
+    *COMPRESSED_FAMILIES,
     *CONVOLUTION_FAMILIES,
     *SPARSE_FAMILIES,
 )  # fmt: skip

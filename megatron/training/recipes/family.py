@@ -47,7 +47,7 @@ class Row:
     files, and found by the decoder's rows as far as they are alike."""
     theirs: tuple[str, ...]
     """Names in their files; {expert}, from 0, where every expert has separate tensors. Ours are [experts, ...], as
-    are theirs without {expert}."""
+    are theirs without {expert}. `scale[2]` is one number of the tensor `scale`, whose others are other parameters."""
     form: Literal[
         "whole", "stacked", "interleaved", "qkv", "gated_qkv", "turned_qkv", "sections", "grouped_sections",
         "reshaped",
@@ -86,7 +86,7 @@ SettingForm = Literal[
     "number", "switch", "inverted switch", "query groups", "window", "window layers", "layers without positions",
     "dense layers first", "layers with experts", "groups", "group score", "two best", "factors", "root", "inverse root",
     "inverse", "bounds", "expansion", "full layers", "multipliers", "gate norm",
-    "one norm", "word", "average", "expert span", "rotated share",
+    "one norm", "word", "average", "expert span", "rotated share", "compressed layers", "hashed layers",
 ]  # fmt: skip
 
 
@@ -118,6 +118,9 @@ class ConfigKey:
     word                      `word`, or the default; no others
     average                   half of the sum of experts and the shared one, or all of it: `average` and `sum`
     expert span               first and last layer with experts, from 0, and every which in between
+    compressed layers         of each layer its kind of compressed attention, and (behind `|`) the tokens of a window by
+                              kind
+    hashed layers             `hash_moe` of the first layers with experts, then `moe`
     rotated share             of a head with latent attention: the widths of its parts say it, too
     root, inverse root        of the value
     inverse                   1 / value

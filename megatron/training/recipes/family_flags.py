@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron.core.errors import ConfigError
+from megatron.training.recipes.compressed_layers import LAYER_WORDS, build_layer_flag
 from megatron.training.recipes.family import GROUP_LIMITED, ROPE_TYPES, ConfigKey, Family
 from megatron.training.recipes.family_letters import build_pattern, list_layer_fields
 from megatron.training.recipes.flag_values import describe_number, describe_pattern, describe_period
@@ -36,14 +37,7 @@ _ROPE_NUMBERS = frozenset(
     """rope_theta partial_rotary_factor factor original_max_position_embeddings attention_factor beta_fast beta_slow
     low_freq_factor high_freq_factor mscale mscale_all_dim llama_4_scaling_beta alpha""".split()
 )
-_ROPE_FIELDS = _ROPE_NUMBERS | {
-    "max_position_embeddings",
-    "rope_type",
-    "type",
-    "truncate",
-    "short_factor",
-    "long_factor",
-}
+_ROPE_FIELDS = _ROPE_NUMBERS | set("max_position_embeddings rope_type type truncate short_factor long_factor".split())
 _LARGEST, _SMALLEST = 2**53, 2.0**-126
 # Larger than any model's, so that a list with an entry for each stays small.
 _MOST = 10_000
@@ -175,7 +169,7 @@ _BY_FORM: Mapping[str, tuple[_Judge, str]] = {
     "multipliers": _NUMBERS, "gate norm": _SWITCH, "layers without positions": _NUMBERS,
     "layers with experts": _NUMBERS, "group score": _WORD, "word": _WORD, "average": _WORD,
     "expert span": (lambda value: value == -1 or _COUNT[0](value), "a layer's number, from 0, or -1 for the last"),
-    "bounds": _BOUNDS,
+    "bounds": _BOUNDS, "hashed layers": _WORDS, "compressed layers": LAYER_WORDS,
 }  # fmt: skip
 _BY_TYPE: Mapping[type, tuple[_Judge, str]] = {bool: _SWITCH, int: _NUMBER, float: _NUMBER, str: _WORD}
 # No flags: flags follow from them.
@@ -434,7 +428,7 @@ def _build_flag(family: Family, config: Mapping[str, Any], setting: ConfigKey) -
             if value != setting.word:
                 raise _refuse(family, setting.theirs, value, f"only {setting.default!r} and {setting.word!r} are known")
             return [f"{setting.flag} {value}"]
-        case "rotated share" | "average" | "expert span" | "one norm" | "expansion":
+        case form if form in _RARE:
             return _build_rare_flag(family, config, setting, value)
         # The last forms only change the value; it is written below, like a number.
         case "inverse" | "inverse root" if value == 0:
@@ -444,9 +438,14 @@ def _build_flag(family: Family, config: Mapping[str, Any], setting: ConfigKey) -
     return [f"{setting.flag} {describe_number(value)}"]
 
 
+_RARE = {"rotated share", "average", "expert span", "one norm", "expansion", "compressed layers", "hashed layers"}
+
+
 def _build_rare_flag(family: Family, config: Mapping[str, Any], setting: ConfigKey, value: Any) -> list[str]:
     """The flag of a form that few families have."""
     match setting.form:
+        case "compressed layers" | "hashed layers":
+            return build_layer_flag(setting.flag, config)
         case "rotated share":
             turned, plain = config["qk_rope_head_dim"], config["qk_nope_head_dim"]
             if value != turned / (turned + plain):

@@ -9,7 +9,6 @@ _SPARSE = "attention to tokens that an indexer chooses"
 MISSING: Mapping[str, str] = {
     "gemma4_text": "embeddings per layer, values normed without a weight, keys and values that layers share, and heads "
     "of another width in layers without a window",
-    "deepseek_v4": "compressed keys and values, several residual streams, and experts chosen by a hash",
     "minimax": "linear attention with a fixed decay for each head",
     "phimoe": "experts chosen by sparse mixer routing",
     "gemma3n_text": "alternating updates of several streams, low-rank layers beside them, and embeddings per layer",

@@ -11,6 +11,7 @@ from typing import Any
 from megatron.core.device import current_device
 from megatron.core.enums import AttnMaskType
 from megatron.core.errors import ConfigError
+from megatron.core.plan.compressed_kinds import COMPRESSED_KINDS
 from megatron.core.plan.read import read_plan
 from megatron.core.plan.stages import build_pipeline_layout
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -23,6 +24,7 @@ from megatron.core.ssm.state_mixer import StateMixer, get_state_mixer_spec
 from megatron.core.taken_arguments import take_arguments
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.compressed_attention import CompressedSelfAttention
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
 from megatron.core.transformer.execution.transformer_engine import EngineExecution
 from megatron.core.transformer.execution.transformer_engine_package import choose_implementation
@@ -134,6 +136,7 @@ def get_gpt_layer_spec(*, multi_latent_attention: bool = False, names: WeightNam
             other_kinds={name: get_state_mixer_spec(mixer) for name, mixer in STATE_MIXERS.items()}
             | {"parallel": get_parallel_mixers_spec(), "short_convolution": get_short_convolution_spec()}
             | {"sparse_attention": get_sparse_attention_spec()}
+            | {kind.name: ModuleSpec(CompressedSelfAttention) for kind in COMPRESSED_KINDS}
             | dict.fromkeys(("linear_for_attention", "linear_for_mlp"), ReplacementLinear),
             weight_names=names,
         ),

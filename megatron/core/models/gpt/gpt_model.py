@@ -25,6 +25,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from megatron.core.tensor_parallel.parameters import initialise_parameters, parameter_dtype
 from megatron.core.transformer.adapters import add_adapters
 from megatron.core.transformer.layer_inputs import StageInputs, read_stage_inputs
+from megatron.core.transformer.moe.router import tell_tokens
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLoss, TokenShift
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
@@ -140,12 +141,9 @@ class GPTModel(LanguageModule):
     def _build_embedding(self, holders: int) -> LanguageModelEmbedding:
         """This stage's embedding. holders: how many processes of the pipeline have one, whose gradients are summed."""
         embedding = LanguageModelEmbedding(
-            self.config,
-            self.vocab_size,
-            self.max_sequence_length,
-            position_embedding_type=self.position_embedding_type,
-            tp_group=self.pg_collection.tp,
-        )
+            self.config, self.vocab_size, self.max_sequence_length,
+            position_embedding_type=self.position_embedding_type, tp_group=self.pg_collection.tp,
+        )  # fmt: skip
         if holders > 1:
             # The first stage's counts in norms and checkpoints; the one next to multi-token prediction is its copy.
             self.share_gradient(embedding.word_embeddings.weight, is_copy=not self.pre_process)
@@ -434,6 +432,7 @@ class GPTModel(LanguageModule):
     def _hidden_states_in(self, input_ids: Tensor, position_ids: Tensor | None, decoder_input: Tensor | None) -> Tensor:
         """The decoder's input [s, b, h]; where multi-token prediction lies on an earlier stage, with its hidden states
         of each depth below, as they are exchanged."""
+        tell_tokens(self.decoder, self.config, input_ids)
         if decoder_input is not None:
             return decoder_input
         if self.pre_process:

@@ -34,6 +34,7 @@ _SHARED = Needs(
     "--moe-shared-expert-intermediate-size", lambda run: run.moe_shared_expert_intermediate_size is not None
 )
 _LOADING = Needs("--load or --pretrained-checkpoint", lambda run: run.load or run.pretrained_checkpoint)
+_HASHED = Needs("--moe-n-hash-layers", lambda run: bool(run.moe_n_hash_layers))
 _CAPACITY = Needs(
     "--moe-expert-capacity-factor or --moe-expert-rank-capacity-factor",
     lambda run: run.moe_expert_capacity_factor is not None or run.moe_expert_rank_capacity_factor is not None,
@@ -79,6 +80,12 @@ class MoEFields(ArchitectureFields):
     moe_router_pre_softmax: bool = flag(False, kind="function", needs=(_EXPERTS, _SOFTMAX))
     """Softmax over all experts before the best are chosen; otherwise over the chosen ones, so that their weights add up
     to one."""
+    moe_n_hash_layers: int = flag(0, minimum=0, unit="layers", kind="shape", needs=_EXPERTS)
+    """The first layers with experts, so many, have no choice: a table that nothing trains says which experts work on a
+    token, by its number in the vocabulary; scores only weigh them, and no loss balances them (DeepSeek-V4). They lie on
+    the pipeline stage with the embedding."""
+    actual_vocab_size: int | None = flag(None, minimum=1, unit="tokens", kind="shape", needs=(_EXPERTS, _HASHED))
+    """Rows of the tables of --moe-n-hash-layers: the vocabulary, without padding."""
     moe_router_num_groups: int | None = flag(None, minimum=1, kind="function", needs=(_EXPERTS, _GROUP_TOPK))
     """Divide the experts into so many groups; --moe-router-group-topk says of how many a token may use experts."""
     moe_router_group_topk: int | None = flag(None, minimum=1, kind="function", needs=(_EXPERTS, _CHOICE_BY_SCORE))
@@ -211,6 +218,8 @@ class MoEFields(ArchitectureFields):
         yield from self._experts_divide_over_ranks(self.num_moe_experts)
         yield from self._groups_leave_enough_experts(self.num_moe_experts)
         yield from self._router_is_consistent()
+        if self.moe_n_hash_layers:
+            yield from self._tables_say_all()
         if self.hybrid_context_parallel:
             yield from self._planned_microbatches_are_not_judged()
         if self.moe_shared_expert_gate and self.moe_shared_expert_intermediate_size is None:
@@ -389,6 +398,13 @@ class MoEFields(ArchitectureFields):
                 "--moe-router-load-balancing-type sinkhorn balances without a loss; leave out --moe-aux-loss-coeff "
                 "or use aux_loss"
             )
+
+    def _tables_say_all(self) -> Iterator[str]:
+        asked = self.say("moe_n_hash_layers")
+        if self.actual_vocab_size is None:
+            yield f"{asked} has tables with a row for each token of the vocabulary; give --actual-vocab-size"
+        if self.moe_router_score_function == "softmax" or "sinkhorn" in self.moe_router_load_balancing_type:
+            yield f"{asked} weighs experts by scores of their own; use --moe-router-score-function sqrtsoftplus"
 
     def normalize(self) -> None:
         super().normalize()

@@ -19,6 +19,14 @@ _SPARSE = Needs(
     "--experimental-attention-variant dsa or the letter D in --hybrid-layer-pattern",
     lambda run: run.experimental_attention_variant == "dsa" or "D" in (run.hybrid_layer_pattern or ""),
 )
+# Compressed attention chooses among entries as sparse attention does among tokens.
+INDEXED = Needs(
+    "--experimental-attention-variant dsa or dsv4_hybrid, or the letter D or C in --hybrid-layer-pattern",
+    lambda run: (
+        run.experimental_attention_variant in ("dsa", "dsv4_hybrid")
+        or bool({"D", "C"} & set(run.hybrid_layer_pattern or ""))
+    ),
+)
 _LOSS = Needs("--dsa-indexer-loss-coeff", lambda run: bool(run.dsa_indexer_loss_coeff))
 _SHARED = Needs("--dsa-indexer-topk-freq above 1", lambda run: run.dsa_indexer_topk_freq > 1)
 _16_BITS = Needs("--bf16 or --fp16; in float32 it would change nothing", lambda run: run.bf16 or run.fp16)
@@ -31,21 +39,21 @@ _SIZES = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
 class SparseAttentionFields(CudaGraphFields, PipelineFields, StateMixerFields, LatentAttentionFields):
     """The indexer, its loss, and the layers that have one."""
 
-    dsa_indexer_n_heads: int | None = flag(None, minimum=1, maximum=65536, kind="shape", needs=_SPARSE)
+    dsa_indexer_n_heads: int | None = flag(None, minimum=1, maximum=65536, kind="shape", needs=INDEXED)
     """Heads of the indexer, which scores for each token the ones before it; there is no default."""
-    dsa_indexer_head_dim: int | None = flag(None, minimum=1, maximum=65536, kind="shape", needs=_SPARSE)
+    dsa_indexer_head_dim: int | None = flag(None, minimum=1, maximum=65536, kind="shape", needs=INDEXED)
     """Channels of a head of the indexer, of which the first --qk-pos-emb-head-dim are rotated; there is no default."""
-    dsa_indexer_topk: int | None = flag(None, minimum=1, unit="tokens", kind="function", needs=_SPARSE)
+    dsa_indexer_topk: int | None = flag(None, minimum=1, unit="tokens", kind="function", needs=INDEXED)
     """Tokens that attention of a token sees, those with the highest scores; there is no default. With as many as a
     sequence has attention is the usual one."""
     dsa_indexer_topk_freq: int = flag(1, minimum=1, unit="layers", kind="shape", needs=_SPARSE)
     """Every so many layers have an indexer; those behind one take its choice. Each pipeline stage begins with one."""
     dsa_indexer_skip_topk_offset: int = flag(0, minimum=0, kind="shape", needs=(_SPARSE, _SHARED))
     """The first layers, so many, have an indexer each, and the counting begins with the last of them."""
-    dsa_indexer_loss_coeff: float | None = flag(None, minimum=0, kind="numerics", needs=_SPARSE)
+    dsa_indexer_loss_coeff: float | None = flag(None, minimum=0, kind="numerics", needs=INDEXED)
     """Weight of the indexer's loss, the distance of its scores from where attention looks. Nothing else trains it: it
     stays as it is when this is not given."""
-    dsa_indexer_use_sparse_loss: bool = flag(False, kind="numerics", needs=(_SPARSE, _LOSS))
+    dsa_indexer_use_sparse_loss: bool = flag(False, kind="numerics", needs=(INDEXED, _LOSS))
     """The indexer's loss compares the chosen tokens alone, not all of the sequence: less work, for an indexer that has
     learned already."""
     dsa_kernel_backend: str = flag("none", choices=("none", "tilelang", "cudnn"), kind="kernel", needs=_SPARSE)
@@ -54,13 +62,13 @@ class SparseAttentionFields(CudaGraphFields, PipelineFields, StateMixerFields, L
     dsa_indexer_rope_interleaved: bool = flag(False, kind="function", needs=_SPARSE)
     """The indexer rotates neighbouring channels (GLM-5), instead of the two halves (DeepSeek-V3.2)."""
     dsa_indexer_rotate_activation: bool = flag(
-        True, kind="numerics", needs=(_SPARSE, _16_BITS),
+        True, kind="numerics", needs=(INDEXED, _16_BITS),
         off_names=("--no-dsa-indexer-rotate-activation", "--disable-dsa-indexer-rotate-activation"),
     )  # fmt: skip
     """Queries and keys of the indexer are multiplied by a Hadamard matrix, which spreads large channels before they
     are rounded and leaves their products alone."""
     dsa_indexer_scoring_relu: bool = flag(
-        True, kind="function", needs=_SPARSE,
+        True, kind="function", needs=INDEXED,
         off_names=("--no-dsa-indexer-scoring-relu", "--disable-dsa-indexer-scoring-relu"),
     )  # fmt: skip
     """Of the products of the indexer's heads only the positive ones add to a score."""
@@ -88,7 +96,7 @@ class SparseAttentionFields(CudaGraphFields, PipelineFields, StateMixerFields, L
         if self.experimental_attention_variant == "dsa":
             yield from self._variant_problems()
         if any(read_plan(self).branches("sparse_attention")):
-            yield from self._size_problems()
+            yield from self.indexer_size_problems("sparse attention")
             yield from self._others_have_no_choice()
             yield from self._choices_stay_on_their_stage()
 
@@ -103,10 +111,11 @@ class SparseAttentionFields(CudaGraphFields, PipelineFields, StateMixerFields, L
         if self.mamba_beside_attention:
             yield f"{asked} and --mamba-beside-attention both say what attention is; leave one out"
 
-    def _size_problems(self) -> Iterator[str]:
+    def indexer_size_problems(self, what: str) -> Iterator[str]:
+        """Yield what is wrong with the sizes of an indexer. what: the kind of attention that has one."""
         missing = [self.flag(name) for name in _SIZES if getattr(self, name) is None]
         if missing:
-            yield f"sparse attention has no sizes of its own; give {', '.join(missing)}"
+            yield f"{what} has no sizes of its own; give {', '.join(missing)}"
         width = self.dsa_indexer_head_dim
         if width is not None and width < self.qk_pos_emb_head_dim:
             yield (

@@ -40,9 +40,10 @@ class StateMixerFields(PositionFields):
     """Heads and widths of states."""
 
     experimental_attention_variant: str | None = flag(
-        None, choices=("gdn", "gdn2", "dsa", "gated_delta_net"), kind="shape"
+        None, choices=("gdn", "gdn2", "dsa", "dsv4_hybrid", "gated_delta_net"), kind="shape"
     )
-    """dsa: sparse attention, latent attention of all layers to tokens that an indexer chooses. Else the mixer that
+    """dsa: sparse attention, latent attention of all layers to tokens that an indexer chooses. dsv4_hybrid: attention
+    to a window and to compressed entries (DeepSeek-V4), as --csa-compress-ratios lists. Else the mixer that
     --linear-attention-freq puts in place of softmax attention: gdn a gated delta net, gdn2 its second form, whose gates
     differ by channel. With --hybrid-layer-pattern, the form of the letter G. gated_delta_net is an earlier name of
     gdn."""
@@ -150,7 +151,7 @@ class StateMixerFields(PositionFields):
                 "out"
             )
         is_named = self.linear_attention_freq is not None or self.hybrid_layer_pattern is not None
-        if self.experimental_attention_variant not in (None, "dsa") and not is_named:
+        if self.experimental_attention_variant not in (None, "dsa", "dsv4_hybrid") and not is_named:
             yield (
                 f"{self.say('experimental_attention_variant')} does not say which layers have it; add "
                 "--linear-attention-freq, or use --hybrid-layer-pattern with the letter G"

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +45,16 @@ class QueryBlock(NamedTuple):
     keys: slice
     allowed: Tensor
     """bool [rows, keys]."""
+
+
+class Seen(Protocol):
+    """What queries may see, block by block."""
+
+    most_seen: int
+
+    def blocks(self, elements: int) -> Iterator[QueryBlock]:
+        """See Places."""
+        ...
 
 
 class Places:
@@ -114,7 +124,7 @@ def multiply_rows(queries: Tensor, keys: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def choose_keys(vectors: IndexVectors, places: Places, count: int, rectifies: bool = True) -> Tensor | None:
+def choose_keys(vectors: IndexVectors, places: Seen, count: int, rectifies: bool = True) -> Tensor | None:
     """The keys that each query chooses, int32 [s, b, count] in ascending order and behind them -1 where it sees fewer;
     None where no query sees more than `count`, and all are chosen. rectifies: the relu."""
     if places.most_seen <= count:
@@ -235,12 +245,15 @@ class LossCall(NamedTuple):
     key: Tensor
     """[t, b, c]."""
     scale: float
-    places: Places
+    places: Seen
     chosen: Tensor | None
     """The keys over which both distributions live; None: all that a query sees."""
     ranks: Group
     """That have the other heads."""
     rectifies: bool
+    log_sum: Tensor | None = None
+    """Logarithm of the denominators of attention's softmax, [s, b, n], where it sees other keys, too; else it runs
+    over the keys here."""
 
 
 def compute_index_loss(vectors: IndexVectors, call: LossCall) -> Tensor:
@@ -282,13 +295,18 @@ def _add_block(
             x.transpose(0, 1) for x in (index_keys, gather_rows(call.key, call.chosen[rows])[0], none)
         )
     target = multiply_rows(call.query[rows].transpose(0, 1), attention_keys).mul_(call.scale)
-    target = target.masked_fill_(hidden.unsqueeze(2), -math.inf).softmax(-1).sum(2)
+    target = target.masked_fill_(hidden.unsqueeze(2), -math.inf)
+    if call.log_sum is None:
+        target = target.softmax(-1).sum(2)
+    else:
+        target = target.sub_(call.log_sum[rows].transpose(0, 1).unsqueeze(3)).exp_().sum(2)
     all_reduce(target, call.ranks)
     target = target / target.sum(-1, keepdim=True).clamp_(min=1e-10)
     scores, products = score_keys(vectors, rows, index_keys, call.rectifies)
     logs = scores.masked_fill_(hidden, -math.inf).log_softmax(-1)
     loss = (target * (target.clamp(min=1e-10).log() - logs.masked_fill(hidden, 0.0))).sum()
-    at_scores = logs.exp().sub_(target).unsqueeze(2)  # [b, rows, 1, t]
+    # A query may see none of the keys.
+    at_scores = logs.exp().masked_fill_(hidden, 0.0).sub_(target).unsqueeze(2)  # [b, rows, 1, t]
     weight = at_least_float32(vectors.weight[rows]).transpose(0, 1).unsqueeze(3)  # [b, rows, g, 1]
     grads[2][rows] = (products @ at_scores.transpose(-1, -2)).squeeze(3).transpose(0, 1)
     at_products = weight * at_scores

@@ -45,6 +45,8 @@ def describe_operations(
     layer_backends = [build_attention_backend(config, options, device).name for options in layers]
     if config.has_kind("sparse_attention"):
         layer_backends.append("keys that an indexer chooses, by blocks of queries")
+    if config.is_compressed:
+        layer_backends.append("a window and compressed entries, by blocks of queries")
     experts = {} if config.num_moe_experts is None else describe_expert_operations(config, device, engine)
     gate = "gated " if config.gated_linear_unit else ""
     what = "joining of latent heads" if config.multi_latent_attention else "query-key-value split"

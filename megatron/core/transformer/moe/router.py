@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.auxiliary_loss import AuxiliaryLossScale, attach_auxiliary_loss, is_recomputing
 from megatron.core.collectives import all_gather_into_tensor, all_reduce
 from megatron.core.context_parallel.sharding import to_rank_order, to_sequence_order
 from megatron.core.errors import ConfigError
+from megatron.core.plan.read import read_plan
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.taken_arguments import take_arguments
 from megatron.core.tensor_parallel.parameters import Initialiser, declare_parameter, parameter_dtype, zeros
@@ -109,8 +110,16 @@ class TopKRouter(MegatronModule):
             )
         self.product_dtype = {"fp32": torch.float32, "fp64": torch.float64, None: None}[config.moe_router_dtype]
         self.expert_bias: Tensor | None = None
+        self.tid2eid: Tensor | None = None
+        """Of a layer without a choice the experts of each token of the vocabulary, int64 [vocabulary, k]."""
+        self.token_ids: Tensor | None = None
+        """Of such a layer the tokens of this moment, [b, s], which the model writes."""
+        layers = [layer.number for layer in read_plan(config).layers if layer.has("experts")]
+        if layer_number in layers[: config.moe_n_hash_layers]:
+            rows = config.actual_vocab_size or 0
+            self.tid2eid = declare_parameter((rows, self.topk), kind="vector", init=self._fill_table, dtype=torch.int64)
         self.finds_bias = config.has_expert_bias and not config.moe_router_enable_expert_bias
-        if config.has_expert_bias:
+        if config.has_expert_bias and self.tid2eid is None:
             self.expert_bias = declare_parameter((self.num_experts,), init=zeros).requires_grad_(False)
         self.arithmetic = RouterArithmetic()
         self.losses: dict[str, Tensor] = {}
@@ -148,6 +157,21 @@ class TopKRouter(MegatronModule):
 
         return fill
 
+    def _fill_table(self, tensor: Tensor, generator: torch.Generator) -> None:
+        """Neighbours in the vocabulary have neighbouring experts."""
+        experts = torch.arange(tensor.shape[0])[:, None] + torch.arange(tensor.shape[1])
+        tensor.copy_(experts % self.num_experts)
+
+    def _look_up(self, tokens: int) -> Tensor:
+        """The experts of this process's tokens, [T, k], by the table."""
+        assert self.tid2eid is not None and self.token_ids is not None, (
+            "the model says the tokens before its layers run"
+        )
+        ids = self.token_ids.t()  # [s, b]
+        parts = ids.numel() // tokens  # tensor-parallel ranks route different tokens
+        own = ids.chunk(parts)[self.groups.tp.rank()] if parts > 1 else ids
+        return self.tid2eid[own.flatten()]
+
     def forward(self, hidden_states: Tensor) -> Routing:
         """Route hidden states [s, b, h]: the experts and weights of their T = s * b tokens."""
         routing, logits, shares = self.route(hidden_states)
@@ -164,7 +188,7 @@ class TopKRouter(MegatronModule):
             self.router_replay.note(routing.experts)
         # Losses hang on the weights, which lie on the way from the main loss to the router; and before tokens are
         # dropped: what the router wanted is to be balanced, not what it got.
-        if self.learns:
+        if self.learns and self.tid2eid is None:
             weights, shares = self._with_losses(logits, hidden_states.shape[1], routing.weights)
             routing = routing._replace(weights=weights)
         if self.config.drops_tokens:
@@ -228,6 +252,8 @@ class TopKRouter(MegatronModule):
         elif self.router_replay is not None:
             take = functools.partial(self.router_replay.take, len(logits), self.topk)
             given = get_cuda_rng_tracker().decide_once(take)
+        if given is None and self.tid2eid is not None:
+            given = get_cuda_rng_tracker().decide_once(functools.partial(self._look_up, len(logits)))
         if config.moe_router_force_load_balancing:
             drawn = _draw(functools.partial(torch.empty_like(logits).normal_))
             # Random choices, but the gradient of the logits as it would be without them.
@@ -386,6 +412,13 @@ class TopKRouter(MegatronModule):
         mean = summed[:-1] / summed[-1].clamp(min=1.0)
         kept = torch.where(summed[-1] > 0, self.config.moe_router_quantile_balancing_ema, 1.0)
         bias.copy_(torch.lerp(mean, bias, kept.to(bias.dtype)))
+
+
+def tell_tokens(module: nn.Module, config: MoEFields, ids: Tensor) -> None:
+    """Let routers that choose by a table know the tokens of what a module is about to compute, [b, s]."""
+    for part in module.modules() if config.moe_n_hash_layers else ():
+        if isinstance(part, TopKRouter) and part.tid2eid is not None:
+            part.token_ids = ids
 
 
 _OWN_ROUTING = TopKRouter.routing

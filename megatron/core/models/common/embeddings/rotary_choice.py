@@ -20,7 +20,7 @@ def build_rotary_embeddings(
     stretch: tuple[float | None, float],
     llama3_scaling: tuple[bool, float, float],
 ) -> tuple[RotaryEmbedding | None, RotaryEmbedding | None]:
-    """The model's rotary positions, and those of its layers with a sliding window; None where it has none.
+    """The model's rotary positions, and those of its layers with a sliding window alone; None where it has none.
 
     stretch: interpolation factor and base. llama3_scaling: whether, its factor, and that of high frequencies.
     """
@@ -31,6 +31,10 @@ def build_rotary_embeddings(
     interpolation, base = stretch
     base, rotary_percent = config.choose_rotary_base(base, rotary_percent)
     shape = (config.rotary_width, rotary_percent, config.rotates_neighbours)
+    plain_base: float | None = config.rotary_base_local
+    if config.is_compressed:
+        # Layers without entries have the model's base, and no stretching.
+        base, plain_base = config.csa_compress_rotary_base, base
     if config.uses_yarn(kind):
         everywhere: RotaryEmbedding = YarnRotaryEmbedding(*shape, interpolation, base, **_yarn_options(config))
     elif config.longrope_short_factors is not None:
@@ -40,10 +44,10 @@ def build_rotary_embeddings(
         everywhere = RotaryEmbedding(
             *shape, interpolation, base, scales, factor, rope_scaling_high_freq_factor=high
         )  # fmt: skip
-    if config.rotary_base_local is None:
+    if plain_base is None:
         return everywhere, None
     # Plain angles: windows are short, so that no stretching for long sequences applies to them.
-    return everywhere, RotaryEmbedding(*shape, rotary_base=config.rotary_base_local)
+    return everywhere, RotaryEmbedding(*shape, rotary_base=plain_base)
 
 
 def _yarn_options(config: TransformerConfig) -> dict[str, Any]:
@@ -56,7 +60,8 @@ def _yarn_options(config: TransformerConfig) -> dict[str, Any]:
         "original_max_position_embeddings": original,
         "beta_fast": 32.0 if config.yarn_beta_fast is None else config.yarn_beta_fast,
         "beta_slow": 1.0 if config.yarn_beta_slow is None else config.yarn_beta_slow,
-        "mscale": config.mscale,
-        "mscale_all_dim": config.mscale_all_dim,
+        # Compressed attention has no factor on angles.
+        "mscale": 0.0 if config.is_compressed else config.mscale,
+        "mscale_all_dim": 0.0 if config.is_compressed else config.mscale_all_dim,
         "correction_range_round_to_int": config.yarn_correction_range_round_to_int,
     }
