@@ -6,12 +6,15 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron.cli.evaluate import main as evaluate
+from megatron.hf.convert import convert, parse_arguments
 from tests.functional.pretrain_runs import ROOT, environment, finish, free_port
 from tests.parallel.harness import run_distributed
 from tests.programs import Program
@@ -114,13 +117,14 @@ def test_weights_are_handed_to_a_hugging_face_model(model: Path) -> None:
     assert losses == sorted(losses, reverse=True) and len(losses) == 3 and float(found[2]) < 1e-5
 
 
-def test_lm_evaluation_harness_gives_what_it_gives_for_hugging_face(model: Path, tmp_path: Path) -> None:
+def test_lm_evaluation_harness_gives_what_it_gives_for_hugging_face(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its `megatron_lm` model on one process and two, `evaluate --tasks`, and its `hf` model."""
     pytest.importorskip("lm_eval")
     checkpoint, tasks = tmp_path / "checkpoint", tmp_path / "tasks"
-    converted = [ROOT / "megatron/hf/convert.py", "--source", "hf", "--target", "megatron", "--no-verify"]
-    paths = ["--input-path", model, "--output-path", checkpoint]
-    done = finish([Program([*converted, *paths], environment({"PYTHONPATH": str(ROOT)}), ROOT)])[0]
-    assert done.returncode == 0, done.stderr
+    paths = ["--input-path", str(model), "--output-path", str(checkpoint)]
+    convert(parse_arguments(["--source", "hf", "--target", "megatron", "--no-verify", *paths]))
     tasks.mkdir()
     questions = [
         {"q": f"{word} sat on the", "choices": ["mat", "red hill", "dog"], "gold": number % 3}
@@ -128,50 +132,51 @@ def test_lm_evaluation_harness_gives_what_it_gives_for_hugging_face(model: Path,
     ]
     (tasks / "data.jsonl").write_text("\n".join(map(json.dumps, questions)))
     (tasks / "local.yaml").write_text(TASK.format(data=tasks / "data.jsonl"))
-    asked = ["--tasks", "local_choice", "--include_path", tasks, "--batch_size", "2", "--log_samples"]
-    ours = f"load={checkpoint},tokenizer_model={model},seq_length=64"
-    theirs = f"pretrained={model},dtype=float32,max_length=64"
+    flags = ["--tasks", "local_choice", "--include_path", tasks, "--batch_size", "2", "--log_samples"]
+    arguments = f"load={checkpoint},tokenizer_model={model},seq_length=64"
     variables = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
     port, programs = free_port(), []
 
-    def start(name: str, *arguments: str | Path, **job: str) -> None:
-        words = [
-            f"{EXAMPLES}/evaluate_with_lm_eval.py",
-            "--model",
-            *arguments,
-            *asked,
-            "--output_path",
-            tmp_path / name,
-        ]
-        programs.append(Program(words, environment(variables | job), ROOT))
+    def start(name: str, further: str = "", **job: str) -> None:
+        words = [f"{EXAMPLES}/evaluate_with_lm_eval.py", "--model", "megatron_lm", "--model_args", arguments + further]
+        programs.append(Program([*words, *flags, "--output_path", tmp_path / name], environment(variables | job), ROOT))
 
-    start("theirs", "hf", "--model_args", theirs, "--device", "cpu")
-    start("alone", "megatron_lm", "--model_args", ours)
+    start("alone")
     for rank in ("0", "1"):  # as torchrun starts them
         job = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-        start("together", "megatron_lm", "--model_args", f"{ours},devices=2,tensor_model_parallel_size=2", **job)
+        start("together", ",devices=2,tensor_model_parallel_size=2", **job)
     result = tmp_path / "engine.json"
-    asked_of_us = ["--load", checkpoint, "--tasks", "local_choice", "--include-path", tasks, "--output", result]
-    programs.append(Program([ROOT / "megatron/__main__.py", "evaluate", *asked_of_us], environment(variables), ROOT))
+    asked = ["--load", checkpoint, "--tasks", "local_choice", "--include-path", tasks, "--output", result]
+    monkeypatch.setattr(sys, "argv", ["evaluate", *map(str, asked)])
+    assert evaluate() == 0
+    reference = evaluate_hugging_face(model, tasks)
     for done in finish(programs):
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     reported = [
         json.loads(next((tmp_path / name).rglob("results_*.json")).read_text())["results"]["local_choice"]
-        for name in ("theirs", "alone", "together")
+        for name in ("alone", "together")
     ]
     engine = json.loads(result.read_text())["results"]["local_choice"]
     for measure in ("acc,none", "acc_norm,none"):
-        assert [row[measure] for row in reported] == [engine[measure]] * 3
-    found: dict[str, Any] = {
-        name: [
-            [response[0][0] for response in json.loads(line)["resps"]]
-            for file in sorted((tmp_path / name).rglob("samples_*.jsonl"))
-            for line in file.read_text().splitlines()
-        ]
-        for name in ("theirs", "alone", "together")
-    }
-    assert len(found["theirs"]) == len(questions) and len(found["theirs"][0]) == 3
+        expected = reference["results"]["local_choice"][measure]
+        assert [row[measure] for row in (*reported, engine)] == [expected] * 3
+    theirs = [[float(each[0][0]) for each in row["resps"]] for row in reference["samples"]["local_choice"]]
+    assert len(theirs) == len(questions) and len(theirs[0]) == 3
     for name in ("alone", "together"):
-        for mine, reference in zip(found[name], found["theirs"], strict=True):
-            assert [float(value) for value in mine] == pytest.approx([float(value) for value in reference], abs=1e-5)
-            assert all(math.isfinite(float(value)) for value in mine)
+        files = sorted((tmp_path / name).rglob("samples_*.jsonl"))
+        rows = [json.loads(line)["resps"] for file in files for line in file.read_text().splitlines()]
+        for mine, own in zip(rows, theirs, strict=True):
+            assert [float(each[0][0]) for each in mine] == pytest.approx(own, abs=1e-5)
+            assert all(math.isfinite(float(each[0][0])) for each in mine)
+
+
+def evaluate_hugging_face(model: Path, tasks: Path) -> dict[str, Any]:
+    """What the harness itself finds of the directory by its `hf` model."""
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    found: dict[str, Any] = simple_evaluate(
+        "hf", model_args=f"pretrained={model},dtype=float32,max_length=64", tasks=["local_choice"], batch_size=2,
+        device="cpu", task_manager=TaskManager(include_path=str(tasks)), bootstrap_iters=0,
+    )  # fmt: skip
+    return found
