@@ -22,7 +22,7 @@ class BranchOptions(NamedTuple):
     window: int | None = None
     """Tokens before itself that a token sees; None for all."""
     chunk: int | None = None
-    """Tokens of a chunk, of which a token sees only its own; None for no chunks."""
+    """Tokens of a chunk; a token sees only tokens of its chunk. None for no chunks."""
     rotary: RotaryKind = "global"
     """Rotary angles: the model's, those of layers with a window, or none."""
     norm: str = "input"
@@ -35,7 +35,7 @@ class BranchOptions(NamedTuple):
     multiplier: float = 1.0
     """Factor on the branch's output, beside the model's."""
     chooser: int | None = None
-    """Of sparse attention the layer whose choice of keys it takes; None for its own."""
+    """Of sparse attention the layer whose choice of keys it takes; None where it chooses."""
     compress_ratio: int = 0
     """Of compressed attention the tokens of a window that becomes one entry; 0 for no entries."""
     chooses: bool = False
@@ -94,7 +94,7 @@ class ModelPlan(NamedTuple):
 
     @property
     def layers(self) -> tuple[LayerPlan, ...]:
-        """The decoder's layers, then those of multi-token prediction."""
+        """The decoder's layers, then the layers of multi-token prediction."""
         return self.decoder + self.prediction
 
     def layer(self, number: int) -> LayerPlan:
@@ -118,6 +118,6 @@ class ModelPlan(NamedTuple):
         return next((layer for layer in self.layers if parameter.startswith(f"{layer.name}.")), None)
 
     def branches(self, kind: str | None = None) -> Iterator[Branch]:
-        """Yield the branches of all layers, or those of one kind."""
+        """Yield the branches of all layers, or only of one kind."""
         for layer in self.layers:
             yield from (branch for branch in layer.branches if kind in (None, branch.kind))

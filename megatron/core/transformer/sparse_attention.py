@@ -7,7 +7,7 @@
 
 R turns the first channels, as many as attention turns, in 16 bits followed by a Hadamard matrix on both sides, which
 spreads large channels and changes no product. `core_attention/chosen_keys.py` says how keys are chosen, and what the
-indexer learns: only its own loss trains it, and only it is trained by that loss.
+indexer learns: only its loss trains it, and that loss trains nothing else.
 
 A layer without an indexer takes the choice of the layer that `BranchOptions.chooser` names, on the same pipeline stage.
 
@@ -115,7 +115,7 @@ class Indexer(MegatronModule):
 
 
 def build_hadamard(like: Tensor) -> Tensor:
-    """The Hadamard matrix of the last dimension of `like`, a power of two, orthogonal, in its number format."""
+    """The Hadamard matrix of the last dimension of `like`, a power of two, orthogonal, in its dtype."""
     matrix = like.new_ones(1, 1)
     while matrix.shape[0] < like.shape[-1]:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
@@ -165,7 +165,7 @@ class SparseCore(DotProductAttention, IndexLossCore):
         groups = named.get("pg_collection") or ProcessGroupCollection.current()
         self.layer_number = layer_number
         self.chooser = read_plan(config).layer(layer_number).options.chooser
-        """The layer whose choice is taken; None for this one's own."""
+        """The layer whose choice is taken; None where this one chooses."""
         self.indexer = Indexer(config, groups) if self.chooser is None else None
         plain: CoreAttention = LocalAttention(self.options)
         if config.attention_backend != "local":

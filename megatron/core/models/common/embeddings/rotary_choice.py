@@ -22,7 +22,8 @@ def build_rotary_embeddings(
 ) -> tuple[RotaryEmbedding | None, RotaryEmbedding | None]:
     """The model's rotary positions, and those of its layers with a sliding window alone; None where it has none.
 
-    stretch: interpolation factor and base. llama3_scaling: whether, its factor, and that of high frequencies.
+    stretch: interpolation factor and base. llama3_scaling: True if used, its factor, and the factor of high
+    frequencies.
     """
     # Latent attention rotates whatever else the model is told about positions.
     kind = config.position_embedding_type if config.multi_latent_attention else position_embedding_type
