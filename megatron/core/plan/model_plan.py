@@ -24,7 +24,7 @@ class BranchOptions(NamedTuple):
     chunk: int | None = None
     """Tokens of a chunk; a token sees only tokens of its chunk. None for no chunks."""
     rotary: RotaryKind = "global"
-    """Rotary angles: the model's, those of layers with a window, or none."""
+    """Rotary angles: the model's, the ones of layers with a window, or none."""
     norm: str = "input"
     """Place of the norm: on the branch's input, its output, or both, as --norm-placement has it; "shared" where the
     branch reads the norm of the one beside it."""

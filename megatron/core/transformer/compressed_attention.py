@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention to the tokens of a sliding window and to compressed entries of those before (DeepSeek-V4, 2026).
+"""Attention to the tokens of a sliding window and to compressed entries of earlier ones (DeepSeek-V4, 2026).
 
     latent of queries    cq = norm(Wqa x)                                     [s, b, rq]
     a head's query       q  = R(Wqb cq / root mean square)                    [s, b, n, d]
@@ -8,15 +8,15 @@
     context              R'(softmax of q over the window's k, the entries, and a sink, times these)
     output               heads in groups, y = Wo1 context of each;  Wo2 y
 
-R rotates the last channels by the position, R' the context by the opposite angle, so that what a key adds depends on
-its distance alone. Which entries a query sees is a matter of the layer's kind, of three (plan/kinds.py):
+R rotates the last channels by the position, R' the context by the opposite angle, so that what a key adds depends only
+on its distance. Which entries a query sees is a matter of the layer's kind, of three (plan/kinds.py):
 
     sliding         none
-    sparse          of those whose window is complete the best, by an indexer with a compressor of its own, overlapping
+    sparse          the best entries of complete windows, by an indexer with a separate, overlapping compressor
     heavy           all whose window is complete, of many more tokens each
 
-The indexer and its loss are those of sparse_attention.py; here its target are the probabilities of entries among all
-that attention sees. Heads are divided over tensor-parallel ranks by groups of the output; keys and entries are whole on
+The indexer and its loss come from sparse_attention.py; here its target are the probabilities of entries among all that
+attention sees. Heads are divided over tensor-parallel ranks by groups of the output; keys and entries are whole on
 each. Context-parallel ranks gather what keys and entries are made of.
 
 s: sequence, b: batch, n: heads per rank, d: channels of a head, rq: width of the latent vector, w: windows.
@@ -125,7 +125,7 @@ class CompressedCore(IndexLossCore):
             self.indexer = EntryIndexer(config, groups, self.ratio)
 
     def list_products(self, hidden_states: Tensor) -> list[Tensor]:
-        """What entries are made of, [s, b, ...] of all tokens: the compressor's products, and the indexer's."""
+        """Inputs of entries, [s, b, ...] of all tokens: the compressor's products, and the indexer's."""
         found = [] if self.compressor is None else [self.compressor.project(hidden_states)]
         if self.indexer is not None:
             # No gradient reaches the model through the indexer.
@@ -142,8 +142,8 @@ class CompressedCore(IndexLossCore):
         return found
 
     def begin_state(self, products: list[Tensor], longest: int) -> list[Tensor]:
-        """What generation keeps of a sequence before its first token: for each kind of entries room for those of so
-        many tokens, [w, d], and for what the last tokens are made of, beside their angles, [t, ...]."""
+        """State that generation keeps of a sequence before its first token: for each kind of entries room for so many
+        tokens' entries, [w, d], and for the last tokens' inputs, with their angles, [t, ...]."""
         count, tail = longest // self.ratio, self.ratio * (2 if self.options.chooses else 1)
         made = [
             x for x in (self.compressor, None if self.indexer is None else self.indexer.compressor) if x is not None
@@ -261,8 +261,8 @@ class CompressedSelfAttention(MegatronModule):
         return output, None
 
     def _share(self, x: Tensor) -> Tensor:
-        """What all heads read, [s, b, d], with sequence parallelism of this rank's tokens -> of all tokens; each rank's
-        heads give a part of its gradient."""
+        """Keys that all heads read, [s, b, d], with sequence parallelism of this rank's tokens -> of all tokens; each
+        rank's heads give a part of its gradient."""
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(x, group=self.groups.tp)
         return copy_to_tensor_model_parallel_region(x, self.groups.tp)
@@ -315,8 +315,8 @@ class CompressedSelfAttention(MegatronModule):
         self, hidden_states: Tensor, query_latent: Tensor, query: Tensor, tokens: Tensor, rotation: Rotation,
         cache: InferenceContext,
     ) -> Tensor:  # fmt: skip
-        """-> context [s, b, n, d]. The cache holds the tokens of the window, and of each sequence its entries and what
-        those of its last tokens will be made of, with their angles."""
+        """-> context [s, b, n, d]. The cache holds the tokens of the window, and of each sequence its entries and the
+        inputs of its last tokens' entries, with their angles."""
         core, layout = self.core_attention, cache.layout
         held = [x.squeeze(2) for _, (x,) in cache.update(self.layer_number, tokens.unsqueeze(2)) for x in x.split(1, 1)]
         angles = torch.cat((rotation.cos, rotation.sin), dim=-1).unsqueeze(1).expand(-1, tokens.shape[1], -1)
@@ -342,7 +342,7 @@ class CompressedSelfAttention(MegatronModule):
 
 
 def find_sight(own: Tensor, windows: Windows, ratio: int, window: int | None, documents: TokenLayout | None) -> Sight:
-    """What tokens at the places `own` of the sequence see: int64 [s], on the host. window: tokens before itself that
+    """Sight of tokens at the places `own` of the sequence: int64 [s], on the host. window: tokens before itself that
     one sees."""
     start = torch.zeros_like(own) if documents is None else documents.starts[own]
     first = start if window is None else torch.maximum(start, own - window)

@@ -4,9 +4,9 @@
     content, gate of each token       C = Wc x,  Z = Wz x                          [s, b, d]
     entry of a window of m tokens     norm(sum over its tokens of softmax(Z + P) C)    softmax by channel, P [m, d]
 
-An overlapping compressor has two of C and Z for each token, [s, b, 2 d]: the first serves in the entry of the window
-behind its own, the second in its own, so that an entry is made of 2 m tokens. An entry is rotated to the position of
-its window's first token. Windows begin anew in each document; the last tokens of one, too few for a window, have none.
+An overlapping compressor has two of C and Z for each token, [s, b, 2 d]: the first serves in the entry of the next
+window, the second in the token's window, so that an entry is made of 2 m tokens. An entry is rotated to the position of
+its window's first token. Windows start again in each document; the last tokens of one, too few for a window, have none.
 
 s: sequence, b: batch, w: windows, m: tokens of a window, d: channels.
 """
@@ -44,7 +44,7 @@ class Windows(NamedTuple):
 
     @classmethod
     def build(cls, tokens: int, size: int, documents: TokenLayout | None = None) -> Windows:
-        """Those of `size` tokens in a row of `tokens`, with documents that begin anew."""
+        """Windows of `size` tokens in a row of `tokens`, starting again with each document."""
         bounds = (0, tokens) if documents is None else documents.bounds
         pairs = list(zip(bounds, bounds[1:], strict=False))
         starts = torch.cat([begin + size * torch.arange((end - begin) // size) for begin, end in pairs])
@@ -101,7 +101,7 @@ class Compressor(MegatronModule):
 
 
 def _put_before(x: Tensor, follows: Tensor, fill: float) -> Tensor:
-    """[w, m, b, 2 d] -> [w, 2 m, b, d]: the first half of the window before, or `fill`, and the second of the own."""
+    """[w, m, b, 2 d] -> [w, 2 m, b, d]: the first half of the window before, or `fill`, and the second of this one."""
     before, own = x.chunk(2, dim=-1)
     shifted = torch.cat((torch.full_like(before[:1], fill), before[:-1]))
     missing = ~follows.to(x.device, non_blocking=True).view(-1, 1, 1, 1)

@@ -141,7 +141,7 @@ class IndexLossCore(MegatronModule):
         return bool(has_loss) and self.training and torch.is_grad_enabled()
 
     def attach_loss(self, context: Tensor, vectors: IndexVectors, call: LossCall) -> Tensor:
-        """The context [s, b, ...], whose backward also is that of the indexer's loss."""
+        """The context [s, b, ...], whose backward also runs the backward of the indexer's loss."""
         rows = context.shape[0] * context.shape[1] * self.cp_group.size()
         share = compute_index_loss(vectors, call) * (self.config.dsa_indexer_loss_coeff or 0.0) / rows
         if not is_recomputing():

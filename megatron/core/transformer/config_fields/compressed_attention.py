@@ -31,16 +31,16 @@ class CompressedAttentionFields(SparseAttentionFields):
     csa_window_size: int = flag(128, minimum=1, unit="tokens", kind="function", needs=_COMPRESSED)
     """Tokens that a token sees as they are, itself among them."""
     csa_compress_ratios: int | list[int] | None = flag(None, parse=layer_pattern, kind="shape", needs=_VARIANT)
-    """One entry per layer such as [0,0,4]+[128,4]*20: 0 for a window alone; 4 for entries of so many tokens, of which
-    an indexer chooses some; another number, 128 in DeepSeek-V4, for entries of which all are seen. Further entries
-    are those of multi-token prediction."""
+    """One entry per layer such as [0,0,4]+[128,4]*20: 0 for only a window; 4 for entries of so many tokens, of which an
+    indexer chooses some; another number, 128 in DeepSeek-V4, for entries of which all are seen. Further entries are for
+    multi-token prediction."""
     csa_compress_rotary_base: int = flag(40000, minimum=1, parse=whole_or_decimal, kind="function", needs=_COMPRESSED)
-    """Base of rotary frequencies in layers with entries, which YaRN stretches; --rotary-base is that of the others.
-    160000 in the published DeepSeek-V4."""
+    """Base of rotary frequencies in layers with entries, which YaRN stretches; --rotary-base is for the others. 160000
+    in the published DeepSeek-V4."""
     csa_dense_mode: bool = flag(False, kind="shape", needs=_COMPRESSED)
     """Layers of ratio 4 have no indexer and see all entries."""
     o_groups: int = flag(8, minimum=1, maximum=65536, kind="shape", needs=_COMPRESSED)
-    """Groups of neighbouring heads, each with a projection of its own to --o-lora-rank channels."""
+    """Groups of neighbouring heads, each with a separate projection to --o-lora-rank channels."""
     o_lora_rank: int = flag(1024, minimum=1, maximum=2**24, kind="shape", needs=_COMPRESSED)
     """Channels of a group's output, from all of which the layer's output is made."""
 

@@ -48,7 +48,7 @@ class QueryBlock(NamedTuple):
 
 
 class Seen(Protocol):
-    """What queries may see, block by block."""
+    """Keys that queries may see, block by block."""
 
     most_seen: int
 

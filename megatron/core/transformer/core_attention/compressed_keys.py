@@ -3,7 +3,7 @@
 is its value, too, and a sink for each head (DeepSeek-V4, 2026, section 2.3).
 
 Everything works on blocks of queries, so that nothing has the size of the square of a sequence; backward computes
-scores anew.
+scores again.
 
 s: queries, t: tokens, e: entries, b: batch, n: heads, c: channels, k: entries that a query chooses.
 """
@@ -32,10 +32,10 @@ _FEWEST_ROWS = 64
 
 
 class Sight(NamedTuple):
-    """What each query may see, int64 [s] each, on the host."""
+    """Bounds of what each query may see, int64 [s] each, on the host."""
 
     place: Tensor
-    """Place of its own token among the tokens."""
+    """Place of the query's token among the tokens."""
     first: Tensor
     """The first token that it sees."""
     begin: Tensor

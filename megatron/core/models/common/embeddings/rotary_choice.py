@@ -20,7 +20,7 @@ def build_rotary_embeddings(
     stretch: tuple[float | None, float],
     llama3_scaling: tuple[bool, float, float],
 ) -> tuple[RotaryEmbedding | None, RotaryEmbedding | None]:
-    """The model's rotary positions, and those of its layers with a sliding window alone; None where it has none.
+    """The model's rotary positions, and the ones of its layers with only a sliding window; None where it has none.
 
     stretch: interpolation factor and base. llama3_scaling: True if used, its factor, and the factor of high
     frequencies.
