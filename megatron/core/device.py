@@ -447,11 +447,6 @@ def hold_computation_until(moment: Any) -> None:
         torch.cuda.current_stream().wait_event(moment)
 
 
-def has_come(moment: Any) -> bool:
-    """Return whether a moment of a CopyQueue is over; does not wait."""
-    return moment is None or bool(moment.query())
-
-
 def wait_for(moment: Any) -> None:
     """Let the host wait for a moment of a CopyQueue."""
     if moment is not None:

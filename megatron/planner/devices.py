@@ -7,7 +7,8 @@
                        H100 620-750 of 989, B200 1500-1700 of 2250, as published measurements of cuBLAS and
                        FlashAttention-2 and -3 (Dao, 2023; Shah et al., 2024) give them
     links              achieved by NCCL in one direction for each GPU, and the time of a step of a ring: NVLink 2, 3, 4,
-                       5 of 150, 300, 450, 900 GB/s; in a network HDR, NDR or XDR InfiniBand of 25, 50, 100 GB/s a GPU
+                       5 of 150, 300, 450, 900 GB/s; in a network HDR, NDR or XDR InfiniBand of 25, 50, 100 GB/s a GPU;
+                       to the host PCIe 3, 4, 5 of 16, 32, 64 GB/s, or NVLink-C2C of 450 GB/s
 
 `python -m megatron probe` measures such a row on the machine at hand.
 """
@@ -69,6 +70,8 @@ class Device:
     """Context and libraries, which no tensor can have."""
     communicator_bytes: float = 0.25 * _GIB
     """Buffers of the collective library for each group of several devices."""
+    host_bandwidth: float = 50e9
+    """To pinned memory of the host, one direction, achieved."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -86,28 +89,35 @@ class Device:
 
 
 def _row(
-    product: str, gib: float, bandwidth: float, link: float, network: float, shares: tuple[float, float], node: int = 8
+    product: str,
+    gib: float,
+    bandwidth: float,
+    link: float,
+    network: float,
+    host: float,
+    shares: tuple[float, float],
+    node: int = 8,
 ) -> Device:
-    """A device of DENSE_PEAKS: GiB of memory, then TB/s of memory, GB/s of the link and of the network."""
+    """A device of DENSE_PEAKS: GiB of memory, then TB/s of memory, GB/s of the link, of the network and of the host."""
     peaks = DENSE_PEAKS[product]
     fp8 = None if peaks.fp8 is None else peaks.fp8 * 1e12
     return Device(
         product.lower(), gib * _GIB, peaks.half * 1e12, bandwidth * 1e12, link * 1e9, network * 1e9, fp8, *shares,
-        devices_per_node=node,
+        devices_per_node=node, host_bandwidth=host * 1e9,
     )  # fmt: skip
 
 
 DEVICES: Mapping[str, Device] = {
     row.name: row
     for row in (
-        _row("V100", 31.7, 0.9, 120, 10, (0.72, 0.35)),
-        _row("A100", 79.3, 2.04, 235, 21, (0.83, 0.55)),
-        _row("H100", 79.6, 3.35, 360, 42, (0.68, 0.50)),
-        _row("H800", 79.6, 3.35, 160, 42, (0.68, 0.50)),
-        _row("H200", 140.4, 4.8, 360, 42, (0.70, 0.50)),
-        _row("GH200", 94.5, 4.0, 360, 42, (0.70, 0.50), 1),
-        _row("B200", 179.1, 8.0, 680, 42, (0.70, 0.45)),
-        _row("GB200", 185.0, 8.0, 680, 42, (0.70, 0.45), 72),
+        _row("V100", 31.7, 0.9, 120, 10, 12, (0.72, 0.35)),
+        _row("A100", 79.3, 2.04, 235, 21, 24, (0.83, 0.55)),
+        _row("H100", 79.6, 3.35, 360, 42, 50, (0.68, 0.50)),
+        _row("H800", 79.6, 3.35, 160, 42, 50, (0.68, 0.50)),
+        _row("H200", 140.4, 4.8, 360, 42, 50, (0.70, 0.50)),
+        _row("GH200", 94.5, 4.0, 360, 42, 350, (0.70, 0.50), 1),
+        _row("B200", 179.1, 8.0, 680, 42, 50, (0.70, 0.45)),
+        _row("GB200", 185.0, 8.0, 680, 42, 350, (0.70, 0.45), 72),
     )
 }
 

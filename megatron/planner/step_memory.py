@@ -231,7 +231,8 @@ def _describe_chunk(
     if content.has_loss:
         # Their gradient is written over them.
         logits = tokens.all * workload.padded_vocab_size / ranks * count_bytes(model)
-        forward = logits * _find_chunk(model, workload)
+        in_flight = _list_in_flight(model, [_list_moved(model, *layer) for layer in enumerate(branches)])
+        forward = logits * _find_chunk(model, workload) + sum(in_flight)
         if model.defers_weight_gradients:
             waiting, backward = waiting + logits + hidden, backward + logits + hidden
         head = workload.padded_vocab_size * model.hidden_size / ranks * count_bytes(model)
@@ -303,26 +304,42 @@ def _walk_back(
 
 
 def _count_fetched(model: TransformerConfig, layers: Sequence[Sequence[Sequence[Kept]]]) -> list[list[float]]:
-    """Bytes of each branch of each layer that are back from the host when its backward begins: of the part that is read
-    first, and of the parts that backward reads next."""
-    on_host, parts = model.cpu_offloading_num_layers or 0, find_recomputed_parts(model)
-    groups = list[float]()
-    begun: list[list[tuple[int, bool]]] = []  # of each branch the groups up to its end, and whether it reads the last
-    for index, branches in enumerate(layers):
-        begun.append([])
-        if index < on_host:
-            groups.append(sum(row.bytes for rows in branches for row in rows))
-        for rows in branches:
-            own: dict[str, float] = {}
-            for row in rows:
-                if index >= on_host and row.part not in parts and (share := _find_moved_share(model, row)):
-                    own[row.place or ""] = own.get(row.place or "", 0.0) + row.bytes * share
-            groups += own.values()
-            begun[-1].append((len(groups), index < on_host or any(place in _READ_FIRST for place in own)))
-    return [
-        [sum(groups[:end][-PREFETCHED_GROUPS - reads :]) if reads or end < len(groups) else 0.0 for end, reads in layer]
-        for layer in begun
-    ]
+    """Bytes of each branch of each layer that are on the device when its backward begins, though they were sent to the
+    host: what has not left it yet, the part that is read first, and the parts that backward reads next."""
+    on_host, moved = model.cpu_offloading_num_layers or 0, [_list_moved(model, *layer) for layer in enumerate(layers)]
+    groups = [size for of_layer in moved for of_branch in of_layer for size in of_branch.values()]
+    first_in_flight = len(groups) - len(_list_in_flight(model, moved))
+    fetched: list[list[float]] = []
+    end = 0
+    for index, of_layer in enumerate(moved):
+        fetched.append([])
+        for of_branch in of_layer:
+            end = end + len(of_branch)
+            reads = index < on_host or any(place in _READ_FIRST for place in of_branch)
+            first = max(0, min(first_in_flight, end - PREFETCHED_GROUPS - reads))
+            fetched[-1].append(sum(groups[first:end]) if reads or end < len(groups) or first_in_flight < end else 0.0)
+    return fetched
+
+
+def _list_moved(model: TransformerConfig, index: int, layer: Sequence[Sequence[Kept]]) -> list[dict[str, float]]:
+    """Bytes of each part that each branch of a stage's layer sends to the host; of a whole layer with its first one."""
+    parts = find_recomputed_parts(model)
+    if index < (model.cpu_offloading_num_layers or 0):
+        return [{"": sum(row.bytes for rows in layer for row in rows)}, *({} for _ in layer[1:])]
+    moved: list[dict[str, float]] = []
+    for rows in layer:
+        moved.append({})
+        for row in rows:
+            if row.part not in parts and (share := _find_moved_share(model, row)):
+                moved[-1][row.place or ""] = moved[-1].get(row.place or "", 0.0) + row.bytes * share
+    return moved
+
+
+def _list_in_flight(model: TransformerConfig, moved: Sequence[Sequence[dict[str, float]]]) -> list[float]:
+    """Bytes of each part that has not left the device when the layers' forward pass ends: those of the last layer."""
+    groups = [size for of_branch in moved[-1] for size in of_branch.values()] if moved else []
+    most = model.fine_grained_offloading_max_inflight_offloads
+    return groups if most is None else groups[-most:]
 
 
 def _find_chunk(model: TransformerConfig, workload: Workload) -> float:

@@ -18,7 +18,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -69,8 +69,8 @@ def install(library: Path) -> None:
             return host_generator("cpu")
 
     torch.Generator = Generator  # type: ignore[misc]
-    torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: _STREAM  # type: ignore[assignment]
-    torch.accelerator.current_stream = lambda device=None: _STREAM  # type: ignore[assignment]
+    torch.cuda.current_stream = torch.accelerator.current_stream = find_stream  # type: ignore[assignment]
+    torch.cuda.default_stream = lambda device=None: COMPUTATION  # type: ignore[assignment]
     torch.cuda.get_rng_state = _get_rng_state  # type: ignore[assignment]
     # A CPU build of torch raises an error for these.
     torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = _nothing  # type: ignore[assignment]
@@ -108,48 +108,57 @@ class Properties:
 
 
 class Event:
-    """A moment at which everything is done."""
+    """A moment of a stream. seconds: when it comes."""
 
     def __init__(self, **options: Any) -> None:
-        pass
+        self.seconds = 0.0
 
-    def record(self, stream: Any = None) -> None:
+    def record(self, stream: Stream | None = None) -> None:
+        self.seconds = (stream or find_stream()).seconds
         ORDER.append(("recorded", self))
 
-    def wait(self, stream: Any = None) -> None:
-        pass
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or find_stream()).wait_event(self)
 
     def query(self) -> bool:
-        return True
+        return self.seconds <= HOST.seconds
 
     def synchronize(self) -> None:
-        _note_wait("Event.synchronize")
+        _note_wait("Event.synchronize", self.seconds)
 
     def elapsed_time(self, later: Event) -> float:
-        return 1.0
+        return (later.seconds - self.seconds) * 1000 or 1.0
 
 
 class Stream:
-    """A queue in which nothing waits."""
+    """A queue of kernels or copies. seconds: when it has done all that it was given."""
 
     def __init__(self, *device: Any, **options: Any) -> None:
-        pass
+        self.seconds = 0.0
+
+    def run(self, seconds: float, launch_seconds: float) -> None:
+        """A kernel or copy takes so long, and the host as long to launch it."""
+        self.seconds = max(self.seconds, HOST.seconds) + seconds
+        HOST.seconds += launch_seconds
 
     def wait_stream(self, other: Stream) -> None:
-        pass
+        self.seconds = max(self.seconds, other.seconds)
 
     def wait_event(self, event: Event) -> None:
-        if self is _STREAM:
+        self.seconds = max(self.seconds, event.seconds)
+        if self is COMPUTATION:
             ORDER.append(("waited", event))
 
     def record_event(self, event: Event | None = None) -> Event:
-        return event or Event()
+        event = event or Event()
+        event.record(self)
+        return event
 
     def query(self) -> bool:
-        return True
+        return self.seconds <= HOST.seconds
 
     def synchronize(self) -> None:
-        _note_wait("Stream.synchronize")
+        _note_wait("Stream.synchronize", self.seconds)
 
 
 class Pool:
@@ -179,7 +188,26 @@ class CUDAGraph:
         REPLAYS.append(self)
 
 
-_STREAM = Stream()
+COMPUTATION, HOST = Stream(), Stream()
+"""The stream of all kernels that name no other, and the thread that launches them."""
+
+_STREAMS = [COMPUTATION]
+"""The current one last."""
+
+
+def find_stream(device: Any = None) -> Stream:
+    """The stream that is current."""
+    return _STREAMS[-1]
+
+
+@contextlib.contextmanager
+def _in_stream(stream: Stream | None) -> Iterator[None]:
+    _STREAMS.append(stream or find_stream())
+    try:
+        yield
+    finally:
+        _STREAMS.pop()
+
 
 CAPTURING: list[CUDAGraph] = []
 """The graph that captures, if one does."""
@@ -199,9 +227,10 @@ def refuse_in_graph(what: str) -> None:
     assert not CAPTURING, f"{what}, while a graph captures"
 
 
-def _note_wait(name: str) -> None:
+def _note_wait(name: str, until: float) -> None:
     refuse_in_graph(name)
     WAITS.append(name)
+    HOST.seconds = max(HOST.seconds, until)
 
 
 def _nothing(*arguments: Any, **options: Any) -> None:
@@ -221,7 +250,7 @@ _STAND_INS: dict[str, Any] = {
     "init": _nothing,
     "_lazy_init": _nothing,
     "_initialized": True,  # or torch's checkpoint would leave the device's generator alone
-    "synchronize": lambda *device: _note_wait("cuda.synchronize"),
+    "synchronize": lambda *device: _note_wait("cuda.synchronize", COMPUTATION.seconds),
     "set_rng_state": _outside_of_graphs("set_rng_state"),
     "manual_seed": _outside_of_graphs("manual_seed"),
     "manual_seed_all": _outside_of_graphs("manual_seed_all"),
@@ -236,7 +265,7 @@ _STAND_INS: dict[str, Any] = {
     "get_device_capability": lambda device=None: (Properties.major, Properties.minor),
     "get_device_properties": lambda device=None: Properties,
     "device": lambda device: contextlib.nullcontext(),
-    "stream": lambda stream: contextlib.nullcontext(),
+    "stream": _in_stream,
     "CUDAGraph": CUDAGraph,
     "graph_pool_handle": Pool,
     "is_current_stream_capturing": lambda: bool(CAPTURING),

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from megatron.core.kernels import launching
 from megatron.training.launch.dry_memo import OperationMemo
 from megatron.training.launch.dry_recorder import rms_norm
-from tests.fake_device import device
+from tests.fake_device import clock, device
 
 _OURS = f"{Path(__file__).resolve().parents[2]}/megatron/"
 
@@ -66,6 +66,9 @@ class Recorder(TorchDispatchMode):
         self.collectives: list[tuple[str, tuple[int, ...], int, str]] = []
         """Operation, ranks, elements, dtype of each, in order; of a transfer the sender and the receiver."""
         self._memo = OperationMemo()
+        self.races: list[str] = []
+        """Memory that was given back while a copy may still have been reading or writing it, by its place."""
+        self._copied_until: dict[int, float] = {}
         self.events: list[str] = []
         """What kernels and collectives there were, in order: "kernel", or the name of the collective."""
 
@@ -98,6 +101,7 @@ class Recorder(TorchDispatchMode):
         """The host waits for the device here."""
         device.refuse_in_graph(f"{operation} in {find_place()}")
         self.waits[f"{operation} in {find_place()}"] += 1
+        device.HOST.seconds = max(device.HOST.seconds, device.find_stream().seconds)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:  # the most frequent of all
@@ -121,10 +125,13 @@ class Recorder(TorchDispatchMode):
         else:
             result = self._work_out(func, args, kwargs)
         after = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if (on_device or any(is_on_device(t) for t in after)) and not func.is_view and name not in NO_KERNELS:
-            self.note_kernel(name, direction)
         for tensor in after:
             self._remember(tensor)
+        if (on_device or any(is_on_device(t) for t in after)) and not func.is_view and name not in NO_KERNELS:
+            touched = [*before, *after] if direction is None else [t for t in (*before, *after) if is_on_device(t)][:1]
+            self.note_kernel(name, direction, clock.estimate_seconds(func, args, kwargs, result, touched, direction))
+            if direction is not None:
+                self._copied_until[touched[0].untyped_storage()._cdata] = device.find_stream().seconds
         return result
 
     def _work_out(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -213,8 +220,9 @@ class Recorder(TorchDispatchMode):
         self.note_collective(name, ranks, elements, kind)
         return func(*args, **kwargs)
 
-    def note_kernel(self, name: str, direction: str | None = None) -> None:
+    def note_kernel(self, name: str, direction: str | None = None, seconds: float = 0.0) -> None:
         """A kernel is launched, or captured; direction: of a copy between host and device."""
+        device.find_stream().run(seconds, clock.ROW.launch_seconds)
         if device.CAPTURING:
             device.CAPTURING[-1].kernels += 1
             return
@@ -246,7 +254,10 @@ class Recorder(TorchDispatchMode):
         weakref.finalize(storage, self._forget, key)
 
     def _forget(self, key: int) -> None:
-        size, _, pool = self._live.pop(key, (0, "", None))
+        size, place, pool = self._live.pop(key, (0, "", None))
+        # Whoever gets it writes in the computation's stream, after what that waits for.
+        if self._copied_until.pop(key, 0.0) > max(device.COMPUTATION.seconds, device.HOST.seconds):
+            self.races.append(place)
         self._add(-size, pool)
 
     def _add(self, size: int, pool: device.Pool | None) -> None:
@@ -410,7 +421,8 @@ def _broadcast_object_list(values: list[Any], src: Any = None, group: Any = None
 def _launch_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """A kernel of ours counts as one, by its name; its results are there, without values, before it begins."""
     if _active and 0 not in grid:
-        _active[-1].note_kernel(kernel.__name__)
+        seconds = clock.count_seconds([argument for argument in arguments if isinstance(argument, Tensor)])
+        _active[-1].note_kernel(kernel.__name__, seconds=seconds)
 
 
 @functools.cache

@@ -30,6 +30,7 @@ from megatron.training.recipes.vocabulary import build_tokenizer, compute_padded
 from megatron.training.run import Hook, Phase, Run, Step
 from megatron.training.setup import setup
 from megatron.training.verify.parity_layouts import parse_layout
+from tests.fake_device import device
 from tests.fake_device.recorder import Recorder, replace_operations
 
 ITERATIONS, WATCHED = 3, 2
@@ -60,6 +61,10 @@ class Seen:
     """Between host and device, see Recorder.count_copies."""
     replays: tuple[int, int]
     """Of CUDA graphs, see Recorder.count_replays."""
+    seconds: float
+    """Of the computation's stream, by clock.py."""
+    races: list[str]
+    """See Recorder."""
 
 
 def run_layout(text: str, flags: list[str], which: str = "all") -> list[Seen]:
@@ -122,6 +127,7 @@ class Watch(Hook):
 
         def watched(run: Run, batches: Iterator[Any]) -> None:
             self.recorder.restart()
+            begun = device.COMPUTATION.seconds
             step(run, batches)
             if run.progress.iteration == WATCHED:
                 parameters = sum(weight.numel() for chunk in run.model for weight in chunk.module.parameters())
@@ -130,7 +136,8 @@ class Watch(Hook):
                     parameters, *self.setup_bytes, recorder.peak_bytes, plan_peak(run), dict(recorder.peak_holders),
                     dict(recorder.kernels),
                     dict(recorder.count_waits()), list(recorder.collectives), recorder.find_longest_row(),
-                    recorder.count_copies(), recorder.count_replays(),
+                    recorder.count_copies(), recorder.count_replays(), device.COMPUTATION.seconds - begun,
+                    recorder.races,
                 )  # fmt: skip
 
         return watched

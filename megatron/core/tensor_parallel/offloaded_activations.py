@@ -4,10 +4,15 @@
     forward     computation  | layer 1 | layer 2 | layer 3 |          to the host      | 1 | 2 |
     backward    computation      | layer 3 | layer 2 | layer 1 |      to the device  | 2 | 1 |
 
-What an operation keeps is copied to the host in a queue of its own and freed on the device as soon as it is there. In
-backward the first need of a group, all that one block of `offload` has kept, starts the copies of the groups before it,
-which backward needs next. The host never waits; the computation does where a copy is late. Copies are exact, so that
-gradients are, too.
+What an operation keeps is copied to the host in a queue of its own, and leaves the device when the layer behind it has
+been computed: from then on the computation goes on behind the copy, so that the memory can be given to its next kernel,
+however far ahead the host is. What the last layer has sent stays, since backward begins with it. In backward the first
+need of a group, all that one block of `offload` has kept, starts the copies of the groups before it, which backward
+needs next. The host never waits; the computation does where a copy is late. Copies are exact, and so are gradients.
+
+The bytes of one layer may thus be under way. Where the bus carries them in the time of a layer, every copy has come
+before anybody waits for it. Where it does not, the bus is never idle, which is as fast as it can be, and more under way
+would take memory for nothing.
 
 What is copied is the memory that a tensor is a view of, once for all of its views: queries, keys and values usually lie
 in one. On the CPU the same code copies within the host's memory, which saves nothing and shows that it works.
@@ -30,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron.core.device import CopyQueue, allocate_host_memory, has_come, hold_computation_until, is_cuda
+from megatron.core.device import CopyQueue, allocate_host_memory, hold_computation_until, is_cuda
 from megatron.core.errors import MemoryShortageError, format_bytes
 from megatron.core.host_memory import count_pinned_bytes
 from megatron.core.tensor_parallel.kept_activations import Way, keep_all_as
@@ -72,6 +77,13 @@ class Offloader:
         self._free: dict[torch.dtype, list[tuple[Tensor, Any]]] = defaultdict(list)
         self._queues: tuple[CopyQueue, CopyQueue] | None = None
         self._in_flight: deque[_Offloaded] = deque()
+        """Sent, and still on the device; the newest last."""
+        self._read: list[_Offloaded] = []
+        """Of these, what backward is done with."""
+        self._layers = 0
+        """Layers that have ended."""
+        self._layer_bytes = self._most_layer_bytes = 0
+        """That the layer under way has sent, and the most of any layer."""
         self._pass_bytes: int | None = None
 
     @contextlib.contextmanager
@@ -80,6 +92,7 @@ class Offloader:
         if not torch.is_grad_enabled():
             yield
             return
+        self.release_read()
         current = _Pass(self)
         token = _PASS.set(current)
         try:
@@ -89,12 +102,21 @@ class Offloader:
             # Known after the first pass, from which on the share that goes is counted by it.
             self._pass_bytes = current.bytes or self._pass_bytes
 
-    def layer(self, index: int) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def layer(self, index: int) -> Iterator[None]:
         """Around the stage's layer of this number, from 0."""
         current = _PASS.get()
-        if current is None or index >= self.choice.whole_layers:
-            return contextlib.nullcontext()
-        return keep_all_as(_OnHost(current))
+        if current is None:  # it is computed again
+            yield
+            return
+        with keep_all_as(_OnHost(current)) if index < self.choice.whole_layers else contextlib.nullcontext():
+            yield
+        self.end_layer()
+
+    def end_layer(self) -> None:
+        """Free what was sent before the layer, or the layers that are recomputed together, that end here."""
+        self._release(lambda oldest: oldest.layer < self._layers)
+        self._layers, self._layer_bytes = self._layers + 1, 0
 
     def has_room_for(self, bytes_before: int, number: int) -> bool:
         """Return whether so many further bytes of a pass go to the host, after those before them."""
@@ -113,9 +135,11 @@ class Offloader:
         sent.arrived = to_host.copy(sent.buffer, values, free)
         if sent.arrived is not None:
             # Until the copy is done the memory must not be given to anybody else.
-            sent.on_device = values
+            sent.on_device, sent.layer = values, self._layers
             self._in_flight.append(sent)
-            self.release_arrived()
+            self._layer_bytes += sent.buffer.nbytes
+            self._most_layer_bytes = max(self._most_layer_bytes, self._layer_bytes)
+            self._release(lambda oldest: self._is_beyond_limits())
         return sent
 
     def fetch(self, sent: _Offloaded) -> None:
@@ -134,15 +158,36 @@ class Offloader:
             self._free.clear()
             self.buffer_bytes = 0
 
-    def release_arrived(self) -> None:
-        """Free the device's memory of what has been copied to the host."""
-        while self._in_flight and has_come(self._in_flight[0].arrived):
-            self._in_flight.popleft().leave_device()
+    def _is_beyond_limits(self) -> bool:
+        """Return whether more is under way than one layer sends, or than was allowed."""
         most = self.choice.most_groups_in_flight
-        while most is not None and len({sent.group for sent in self._in_flight}) > most:
-            oldest = self._in_flight.popleft()
-            hold_computation_until(oldest.arrived)
-            oldest.leave_device()
+        return sum(sent.buffer.nbytes for sent in self._in_flight) > self._most_layer_bytes or (
+            most is not None and len({sent.group for sent in self._in_flight}) > most
+        )
+
+    def _release(self, is_due: Callable[[_Offloaded], bool]) -> None:
+        """Free the device's memory of the oldest that are due, in the order of the computation: what it is given from
+        now on begins when they are on the host."""
+        due = []
+        while self._in_flight and is_due(self._in_flight[0]):
+            due.append(self._in_flight.popleft())
+        if due:
+            hold_computation_until(due[-1].arrived)  # copies to the host come one after the other
+        for sent in due:
+            sent.leave_device()
+
+    def release_read(self) -> None:
+        """Free what backward has read where it was; before it reads anything else."""
+        for sent in self._read:
+            hold_computation_until(sent.arrived)
+            sent.leave_device()
+            if sent in self._in_flight:
+                self._in_flight.remove(sent)
+        self._read.clear()
+
+    def note_read(self, sent: _Offloaded) -> None:
+        """Whoever reads what was sent, and is still on the device, is the last."""
+        self._read.append(sent)
 
     def _open_queues(self, device: torch.device) -> tuple[CopyQueue, CopyQueue]:
         # When the first activation is there: a model may be built before its device is chosen.
@@ -181,6 +226,8 @@ class _Offloaded:
         self.offloader, self.of, self.group, self.device = offloader, of, group, device
         self.memory, self.buffer = memory, memory[:numel]
         self.on_device: Tensor | None = None
+        self.layer = 0
+        """By the offloader's count."""
         self.arrived: Any = None
         self.returned: Any = None
         self.readers = 0
@@ -193,15 +240,17 @@ class _Offloaded:
         assert values is not None
         hold_computation_until(self.returned)
         self.readers -= 1
-        # What is still read for its copy to the host stays: overwritten by others, it would give whoever asks once more
-        # than was counted (what is computed again from it, twice) other values.
-        is_leaving = self.returned is None and not has_come(self.arrived)
-        if self.readers <= 0 and not is_leaving:
-            self.on_device = None
+        if self.readers <= 0:
+            # What may still be read for its copy to the host stays: overwritten by others, it would give whoever asks
+            # once more than was counted (what is computed again from it, twice) other values.
+            if self.returned is None and self.arrived is not None:
+                self.offloader.note_read(self)
+            else:
+                self.on_device = None
         return values
 
     def leave_device(self) -> None:
-        """Forget the memory that was sent; it is on the host."""
+        """Forget the memory that was sent, unless it has come back."""
         if self.returned is None:
             self.on_device = None
 
@@ -244,7 +293,7 @@ class _Pass:
 
     def fetch_around(self, sent: _Offloaded) -> None:
         """Begin to fetch what was sent, with its group and those that backward comes to next."""
-        self.offloader.release_arrived()
+        self.offloader.release_read()
         self.offloader.fetch(sent)
         # Backward comes from the end; what it is done with need not be looked at again.
         while self._sent and self._sent[-1]() is None:

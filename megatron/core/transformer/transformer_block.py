@@ -186,6 +186,8 @@ class TransformerBlock(MegatronModule):
                     hidden_states = checkpoint(
                         unit, self.execution.divides_unit_inputs, hidden_states, tp_group=self.tp_group
                     )
+                if self.offloader is not None:
+                    self.offloader.end_layer()
         return hidden_states if self.leaves_streams else self.finish(hidden_states)
 
     def finish(self, hidden_states: Tensor) -> Tensor:

@@ -166,11 +166,10 @@ class Queue:
 
 @pytest.fixture
 def events() -> Iterator[list[str]]:
-    """What is copied, waited for and computed, in order; nothing arrives before somebody waits for it."""
+    """What is copied, waited for and computed, in order."""
     Queue.events = events = []
     with (
         mock.patch.object(offloaded_activations, "CopyQueue", Queue),
-        mock.patch.object(offloaded_activations, "has_come", lambda moment: f"wait {moment}" in events),
         mock.patch.object(offloaded_activations, "hold_computation_until", lambda m: m and events.append(f"wait {m}")),
     ):
         yield events
@@ -183,7 +182,7 @@ def run_layers(offloader: Offloader, events: list[str], layers: int = 5) -> Tens
     with offloader.open_pass():
         for layer in range(1, layers + 1):
             value = torch.full((4,), float(layer))
-            with offload("part"):
+            with offloader.layer(layer - 1), offload("part"):
                 x = x * value
             events.append(f"forward {layer}")
             x.register_hook(lambda grad, layer=layer: events.append(f"backward {layer}"))
@@ -193,33 +192,56 @@ def run_layers(offloader: Offloader, events: list[str], layers: int = 5) -> Tens
 
 
 def test_copies_run_beside_the_computation(events: list[str]) -> None:
-    """A copy to the device begins two groups before it is waited for, and nobody waits for one to the host."""
+    """A copy to the host has the time of a layer, and one to the device begins two groups before it is waited for."""
     offloader = Offloader(OffloadChoice(frozenset({"part"})))
-    # The first copies have arrived when the last layer is through, the last two have not.
-    arrived = {"to host 1", "to host 2", "to host 3"}
-    with mock.patch.object(
-        offloaded_activations, "has_come", lambda moment: moment in arrived and "forward 4" in events
-    ):
-        run_layers(offloader, events)
-    assert offloader.offloaded_bytes == 2 * 16, "of copies under way the host's memory is not free"
-    assert not any(event.startswith("wait to host") for event in events)
-    # What has not left the device needs no way back.
-    assert "to device 5" not in events and "to device 4" not in events
+    run_layers(offloader, events)
+    for layer in (1, 2, 3, 4):
+        begun, freed = events.index(f"to host {layer}"), events.index(f"wait to host {layer}")
+        assert events.index(f"forward {layer}") in range(begun, freed), "while the next layer sends, or when it ends"
+    # What has not left the device needs no way back, and is free when the next group is read.
+    assert "to device 5" not in events
+    assert events.index("wait to host 5") < events.index("wait to device 4")
     for layer in (1, 2, 3):
         begun, needed = events.index(f"to device {layer}"), events.index(f"wait to device {layer}")
         computed = [event for event in events[begun:needed] if event.startswith("backward")]
         assert computed, f"no computation hides the copy of layer {layer}: {events}"
+    assert offloader.offloaded_bytes == 0
+
+
+def test_what_a_pass_sent_last_leaves_in_the_next_pass(events: list[str]) -> None:
+    """Passes of a pipeline have their backward later; then all of them but the last one's last layer is away."""
+    offloader = Offloader(OffloadChoice(frozenset({"part"})))
+    held = []
+    for number in range(3):
+        with offloader.open_pass():
+            for layer in range(2):
+                with offloader.layer(layer):
+                    held.append(hold("part", torch.full((4,), 10.0 * number + layer)))
+    assert [event for event in events if event.startswith("wait")] == [f"wait to host {n}" for n in (0, 1, 10, 11, 20)]
+    assert [int(get()[0]) for get in held] == [0, 1, 10, 11, 20, 21] and "to device 21" not in events
+
+
+def test_layers_that_send_nothing_free_what_was_sent_before(events: list[str]) -> None:
+    """As with --cpu-offloading-num-layers."""
+    offloader = Offloader(OffloadChoice(frozenset({"part"})))
+    with offloader.open_pass():
+        with offloader.layer(0):
+            get = hold("part", torch.zeros(4))
+        assert "wait to host 0" not in events
+        with offloader.layer(1):
+            pass
+        assert "wait to host 0" in events
+    assert get().tolist() == [0.0] * 4
 
 
 def test_what_is_on_its_way_to_the_host_is_read_on_the_device(events: list[str]) -> None:
     """Two projections that keep a norm's output have it computed again twice, from one input."""
     offloader = Offloader(OffloadChoice(frozenset({"part"})))
     with offloader.open_pass():
-        get = hold("part", torch.arange(4.0))
+        first, get = hold("part", torch.full((4,), 7.0)), hold("part", torch.arange(4.0))
     # Freed, its memory would be given to others while the copy reads it, and the copy would not be the value.
-    assert get().tolist() == get().tolist() == [0.0, 1.0, 2.0, 3.0] and "to device 0" not in events
-    events.append("wait to host 0")  # it has arrived
-    assert get().tolist() == [0.0, 1.0, 2.0, 3.0] and "to device 0" in events
+    assert get().tolist() == [0.0, 1.0, 2.0, 3.0] and "to device 0" not in events and "wait to host 0" not in events
+    assert first().tolist() == [7.0] * 4 and "wait to host 0" in events
     assert get().tolist() == [0.0, 1.0, 2.0, 3.0], "as often as anybody asks"
 
 
