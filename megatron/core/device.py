@@ -146,6 +146,11 @@ def find_kernel_obstacle(device: torch.device) -> str | None:
     return None
 
 
+def count_processors(device: torch.device) -> int:
+    """The processors of a GPU, which run programs of a kernel side by side."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def find_widest_flash_heads(device: torch.device) -> int:
     """Channels of the widest heads that torch's flash kernel for GPUs trains on the device; 0 where it does not run,
     below compute capability 8.0."""

@@ -72,6 +72,8 @@ class Operand:
 
     def pack(self) -> tuple[Tensor, ...]:
         """The tensors to keep: values, and inverse scales, of blocks in E8M0, which holds powers of two."""
+        if self.turned is not None:  # in the order in which a sum over the rows reads them
+            return self.turned.transpose(-2, -1), self.inverse
         # A part of padded blocks would keep the memory of all of them.
         is_part = self.values.untyped_storage().nbytes() > self.values.numel()
         values = self.values.clone() if is_part else self.values
@@ -265,17 +267,18 @@ def multiply_natively(a: Operand, b: Operand, out_dtype: torch.dtype, *, sums_fa
 
 def _pad_columns(values: Tensor, missing: int) -> Tensor:
     if not missing:
-        return _make_contiguous(values)
+        return values if values.is_contiguous() else make_rows_contiguous(values).contiguous()
     # Padding has no kernel for 8-bit floats; as bytes, zeros are zeros.
     return F.pad(values.contiguous().view(torch.uint8), (0, missing)).view(values.dtype)
 
 
-def _make_contiguous(values: Tensor) -> Tensor:
-    if values.dim() == 2 and values.t().is_contiguous() and launching.kernels_work(values.device):
+def make_rows_contiguous(values: Tensor) -> Tensor:
+    """8-bit values [rows, columns] whose rows are each in one piece."""
+    if values.t().is_contiguous() and launching.kernels_work(values.device):
         from megatron.core.kernels import fp8_cast
 
         return fp8_cast.turn(values.t())
-    return values.contiguous()
+    return values if values.stride(1) == 1 else values.contiguous()
 
 
 def widen(values: Tensor) -> Tensor:

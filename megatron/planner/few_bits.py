@@ -3,8 +3,9 @@
 backward.
 
 A weight that both directions round alike is rounded once a step and kept to its end. Where a kernel multiplies, the
-gradient of a product's output is rounded into two layouts, its input turned, and the weight's gradient made in float32
-before it is added; emulated, both operands and the result of a product are there in float32.
+gradient of a product's output is rounded into two layouts, the weight turned for the input's gradient, and the weight's
+gradient added where it lies, or made in float32 before it is added to fewer bits; emulated, both operands and the
+result of a product are there in float32.
 """
 
 from __future__ import annotations
@@ -61,24 +62,30 @@ def count_product_temporaries(
             taken = 2 * first.inputs * first.outputs * (model.num_moe_experts or 0) / model.expert_model_parallel_size
             return taken, taken
         return 0.0, 0.0
-    found = [_count(model, product) for product in _list_products(model, branch, tokens)]
+    found = [_count(model, replicas, product) for product in _list_products(model, branch, tokens)]
     if not found:
         return 0.0, 0.0
     return (found[0], found[-1]) if branch.kind in ("attention", "mlp") else (max(found), max(found))
 
 
-def count_head_temporaries(model: TransformerConfig, tokens: Tokens, workload: Workload) -> float:
+def count_head_temporaries(
+    model: TransformerConfig, replicas: DistributedDataParallelConfig, tokens: Tokens, workload: Workload
+) -> float:
     """Bytes that the weight gradient of the output layer takes."""
     if model.few_bits_recipe is None or not model.fp8_output_proj:
         return 0.0
     rows = workload.padded_vocab_size / model.tensor_model_parallel_size
-    return _count(model, _Product(model.hidden_size, rows, tokens.all))
+    return _count(model, replicas, _Product(model.hidden_size, rows, tokens.all))
 
 
-def _count(model: TransformerConfig, product: _Product) -> float:
+def _count(model: TransformerConfig, replicas: DistributedDataParallelConfig, product: _Product) -> float:
     inputs, outputs, rows = product
     if model.multiplies_few_bits_natively:
-        return rows * (2 * outputs + inputs) + (4 * inputs * outputs if model.fp8_wgrad else 0)
+        # Of the weight gradient's operands under sequence parallelism the input's rows lie apart until they are turned.
+        of_grad = rows * inputs if model.sequence_parallel or not model.fp8_wgrad else 0
+        if model.fp8_wgrad and not (model.gradient_accumulation_fusion and replicas.grad_reduce_in_fp32):
+            of_grad += 4 * inputs * outputs
+        return rows * 2 * outputs + max(of_grad, inputs * outputs)
     multiplied = rows * outputs + 4 * (rows * outputs + rows * inputs + inputs * outputs)
     if model.few_bits_recipe != "nvfp4":
         return multiplied

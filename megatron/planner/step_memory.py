@@ -240,7 +240,7 @@ def _describe_chunk(
             forward += 2 * head  # gathered, and in backward its gradient before that is divided
         # The gradient of its input; with sequence parallelism of all tokens, with all tokens' input.
         whole = tokens.all * model.hidden_size * count_bytes(model)
-        rounding = count_head_temporaries(model, tokens, workload)
+        rounding = count_head_temporaries(model, replicas, tokens, workload)
         backward = max(backward, forward + rounding + whole + (whole + hidden if model.sequence_parallel else 0.0))
     return _ChunkMemory(
         kept, waiting, forward, max(backward, forward), recorded, entering, 0.0 if content.has_loss else stream

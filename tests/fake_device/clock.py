@@ -12,23 +12,29 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
 from megatron.planner.devices import DEVICES
 
 ROW = DEVICES["h200"]
+_PRODUCTS = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1, "baddbmm_": 1}
+"""Which of its tensors are the factors."""
 
 
-def estimate_seconds(
-    func: Any, args: Any, kwargs: Any, result: Any, touched: Sequence[Tensor], direction: str | None
-) -> float:
+def estimate_seconds(name: str, args: Sequence[Any], touched: Sequence[Tensor], direction: str | None) -> float:
     """Of an operation of torch. touched: the tensors that it reads and writes. direction: of a copy between host and
     device."""
     if direction is not None:
         return sum(tensor.nbytes for tensor in touched) / ROW.host_bandwidth
-    count = flop_registry.get(func.overloadpacket)
-    flops = 0.0 if count is None else count(*args, **kwargs, out_val=result)
-    return max(flops / (ROW.peak_flops * ROW.product_share), count_seconds(touched))
+    seconds = count_seconds(touched)
+    if name in _PRODUCTS:
+        a, b = [tensor for tensor in args if isinstance(tensor, Tensor)][_PRODUCTS[name] :][:2]
+        seconds = max(seconds, 2 * a.numel() * b.shape[-1] / (ROW.peak_flops * ROW.product_share))
+    elif name.endswith(("_attention", "_attention_backward")):
+        # Causal, in forward two products and in backward five.
+        query, key = [tensor for tensor in args if isinstance(tensor, Tensor)][name.endswith("_backward") :][:2]
+        flops = (5 if name.endswith("_backward") else 2) * query.numel() * key.shape[-2]
+        seconds = max(seconds, flops / (ROW.peak_flops * ROW.attention_share))
+    return seconds
 
 
 def count_seconds(touched: Sequence[Tensor]) -> float:

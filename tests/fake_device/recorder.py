@@ -129,7 +129,7 @@ class Recorder(TorchDispatchMode):
             self._remember(tensor)
         if (on_device or any(is_on_device(t) for t in after)) and not func.is_view and name not in NO_KERNELS:
             touched = [*before, *after] if direction is None else [t for t in (*before, *after) if is_on_device(t)][:1]
-            self.note_kernel(name, direction, clock.estimate_seconds(func, args, kwargs, result, touched, direction))
+            self.note_kernel(name, direction, clock.estimate_seconds(name, args, touched, direction))
             if direction is not None:
                 self._copied_until[touched[0].untyped_storage()._cdata] = device.find_stream().seconds
         return result

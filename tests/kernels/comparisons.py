@@ -25,7 +25,7 @@ from megatron.core.activations import (
     gated_activation_reference,
 )
 from megatron.core.fp8 import compute_scale, find_amax, quantise_tensor
-from megatron.core.kernels import fp8_cast
+from megatron.core.kernels import fp8_cast, fp8_weight_grad
 from megatron.core.mesh import RankGrid
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel import cross_entropy
@@ -404,6 +404,19 @@ def weight_gradients_of_experts(device: str) -> None:
 
 
 @compared
+def weight_gradient_in_8_bits(device: str) -> None:
+    """Added where it lies, of rows that lie apart, with sides that tiles do not divide."""
+    for tokens in (300, 128):
+        left = torch.randn(40, tokens, device=device).to(torch.float8_e5m2)
+        right = torch.randn(136, tokens + 16, device=device).to(torch.float8_e4m3fn)[:, :tokens]
+        into, scales = torch.ones(40, 136, device=device), (torch.tensor(0.5), torch.tensor(0.25))
+        inverse = scales[0].to(device), scales[1].to(device)
+        fp8_weight_grad.add_product(left, right, inverse, into)
+        expected = 1 + 0.125 * (left.double() @ right.double().t())
+        torch.testing.assert_close(into.double(), expected, rtol=1e-6, atol=1e-4)
+
+
+@compared
 def eight_bits_of_a_matrix(device: str) -> None:
     """Bit for bit: values, transposed values, and the factor; infinities, zeros and what is hardly a number.
 
@@ -427,11 +440,17 @@ def eight_bits_of_a_matrix(device: str) -> None:
         cases = [x, x.bfloat16(), x * 2.0**-20, torch.zeros_like(x), infinite]
         if not is_interpreted:
             cases += [x.half(), x * 1e-42, undefined]
-        torch.testing.assert_close(fp8_cast.find_amax(undefined), find_amax(undefined), rtol=0, atol=0, equal_nan=True)
-        for matrix, margin in itertools.product(cases, (0, 3)):
-            amax = fp8_cast.find_amax(matrix)
-            assert torch.equal(amax, find_amax(matrix)) or matrix is undefined
-            found, turned, inverse = fp8_cast.quantise_matrix(matrix, kind, amax, margin=margin, turns=True)
+        states, zeros = fp8_cast.States(), torch.zeros((), device=device)
+        for matrix, (margin, is_known) in itertools.product(cases, ((0, False), (3, False), (0, True), (3, True))):
+            amax = find_amax(matrix)
+            noted = torch.full((), 1, dtype=torch.int32, device=device)
+            # What is not known of earlier steps is 0; what is, is multiplied by the number of replicas.
+            known = {"earlier": amax / 4 if is_known else zeros, "factor": 4.0, "noted": noted}
+            found, turned, inverse = fp8_cast.quantise_matrix(
+                matrix, kind, states.take(matrix.device), **known, margin=margin, turns=True
+            )
+            largest = noted.view(torch.float32)
+            torch.testing.assert_close(largest, amax.clamp_min(2.0**-149), rtol=0, atol=0, equal_nan=True)
             expected = quantise_tensor(matrix, kind, compute_scale(amax, kind, margin=margin))
             assert turned is not None and torch.equal(inverse, expected.inverse)
             again = fp8_cast.turn(found)

@@ -66,7 +66,14 @@ def capture() -> Iterator[list[Launch]]:
     """Inside, operations take their kernels and nothing is launched; yields what would be."""
     launches: list[Launch] = []
 
-    def note(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int = 4, **constants: Any) -> None:
+    def note(
+        kernel: Any,
+        grid: tuple[int, ...],
+        *arguments: Any,
+        num_warps: int = 4,
+        cooperative: bool = False,
+        **constants: Any,
+    ) -> None:
         launches.append(Launch(kernel, arguments, constants, num_warps))
 
     with mock.patch.object(launching, "launch", note), mock.patch.object(launching, "uses_kernels", lambda *_: True):

@@ -100,6 +100,20 @@ def norms(device: str) -> None:
 
 
 @compared
+def gradients_of_norms_are_added(device: str) -> None:
+    """Where there is a buffer in float32."""
+    norm = build_norm(read_config("--normalization RMSNorm").model, 16).to(device)
+    x = randn(3, 2, 16, dtype=torch.float32, device=device)
+    with kernels_chosen():
+        norm(x).square().sum().backward()
+        norm.weight.main_grad = torch.ones(16, device=device)
+        expected, norm.weight.grad = norm.weight.grad + 1, None
+        norm(x).square().sum().backward()
+    assert norm.weight.grad is None
+    assert_close([norm.weight.main_grad], [expected], TOLERANCES[torch.float32])
+
+
+@compared
 def norms_tell_what_they_overwrite(device: str) -> None:
     norm = build_norm(read_config("--normalization RMSNorm").model, 16).to(device)
     x, residual = (randn(3, 2, 16, dtype=torch.float32, device=device) for _ in range(2))

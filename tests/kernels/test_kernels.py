@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 pytest.importorskip("triton")
 
 from megatron.core.activations import bias_gated_activation, find_activation  # noqa: E402
-from megatron.core.kernels import fp8_cast, launching  # noqa: E402
+from megatron.core.kernels import fp8_cast, fp8_weight_grad, launching  # noqa: E402
 from megatron.core.kernels.adam import update_adam  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from megatron.core.ssm.chunks import Inputs  # noqa: E402
@@ -125,8 +125,14 @@ def expert_weight_gradient() -> None:
 
 def eight_bits() -> None:
     x = torch.randn(256, 512).bfloat16()
-    values, _, _ = fp8_cast.quantise_matrix(x, torch.float8_e4m3fn, fp8_cast.find_amax(x), turns=True)
+    values, _, _ = fp8_cast.quantise_matrix(x, torch.float8_e4m3fn, fp8_cast.States().take(x.device), turns=True)
     fp8_cast.turn(values)
+
+
+def eight_bit_weight_gradient() -> None:
+    grad, x, scalar = torch.zeros(512, 256), torch.zeros(384, 256), torch.ones(())
+    operands = grad.to(torch.float8_e5m2), x.to(torch.float8_e4m3fn)
+    fp8_weight_grad.add_product(*operands, (scalar, scalar), torch.zeros(512, 384))
 
 
 def states() -> None:
@@ -138,7 +144,7 @@ def states() -> None:
 
 OPERATIONS: list[Callable[[], None]] = [
     weighted_gate, loss, stream_and_norm, adam, rotation, interleaved_rotation, combination, expert_weight_gradient,
-    eight_bits, latent_heads, states,
+    eight_bits, eight_bit_weight_gradient, latent_heads, states,
 ]  # fmt: skip
 
 
@@ -159,10 +165,10 @@ def test_machine_code_reads_16_bytes_at_a_time_and_spills_nothing(
         assert code.stack_bytes == 0 and code.registers < 255, (name, code.registers)
         # As much as a block may have on an H200.
         assert code.shared_bytes <= 227 * 1024
-        # Tensors may have more elements than 32 bits count: places are multiplied out in 64. Tiles of one expert's
-        # matrix are fewer.
+        # Tensors may have more elements than 32 bits count: places are multiplied out in 64. Tiles of one matrix are
+        # fewer.
         narrow = re.findall(r"arith\.muli .* : (?:tensor<[\dx]*xi32>|i32)\b", code.ttir)
-        assert not narrow or name == "add_expert_weight_grads", (name, narrow)
+        assert not narrow or name in ("add_expert_weight_grads", "add_weight_grad"), (name, narrow)
 
 
 def test_states_are_passed_on_by_blackwell_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,10 +181,12 @@ def test_states_are_passed_on_by_blackwell_too(tmp_path: Path, monkeypatch: pyte
         assert "mma" in code.ptx and code.stack_bytes == 0 and code.shared_bytes <= 227 * 1024
 
 
-def test_products_use_the_tensor_cores() -> None:
+@pytest.mark.parametrize("operation", [expert_weight_gradient, eight_bit_weight_gradient])
+def test_products_use_the_tensor_cores(operation: Callable[[], None]) -> None:
     with capture() as launches:
-        expert_weight_gradient()
+        operation()
     assert "wgmma" in compile_for_h200(launches[0]).ptx
+    assert "mma" in compile_for_h200(launches[0], 100).ptx
 
 
 def test_eight_bits_are_rounded_by_one_instruction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,9 +195,15 @@ def test_eight_bits_are_rounded_by_one_instruction(tmp_path: Path, monkeypatch: 
     x = torch.zeros(64, 64).bfloat16()
     for kind, name in ((torch.float8_e4m3fn, "e4m3x2"), (torch.float8_e5m2, "e5m2x2")):
         with capture() as launches:
-            fp8_cast.quantise_matrix(x, kind, torch.ones(()), turns=True)
+            state, noted = torch.zeros(2).int(), torch.zeros(()).int()
+            fp8_cast.quantise_matrix(x, kind, state, torch.ones(()), noted=noted, turns=True)
         (launch,) = launches
-        ptx = compile_for_h200(launch).ptx
+        code = compile_for_h200(launch)
+        # All programs run at once, for which the 65536 registers of a processor must suffice.
+        threads = 32 * launch.num_warps * fp8_cast.PROGRAMS_OF_A_PROCESSOR
+        assert code.registers * threads <= 65536
+        assert code.shared_bytes * fp8_cast.PROGRAMS_OF_A_PROCESSOR <= 227 * 1024
+        ptx = code.ptx
         assert f"cvt.rn.satfinite.{name}.f32" in ptx and "div.rn.f32" in ptx and "div.full.f32" not in ptx
 
 

@@ -185,23 +185,23 @@ def note_operands(flags: str, layout: str) -> tuple[State, State]:
     config, recipe = training(f"{FP8} --fp8-format hybrid {flags}", layout)
     seen: dict[FP8Matmul, list[Tensor]] = {}
     now: dict[FP8Matmul, Tensor] = {}
-    original, end = FP8Matmul._round_along_columns, FP8Matmul.end_step
+    original, end = FP8Matmul._round_along_columns, FP8Matmul.forget_operands
 
-    def note(self: FP8Matmul, operand: int, matrix: Tensor) -> Operand:
+    def note(self: FP8Matmul, operand: int, matrix: Tensor, **options: bool) -> Operand:
         step = now.setdefault(self, torch.zeros(3))
         step[operand] = max(step[operand], matrix.detach().float().abs().max() if matrix.numel() else 0.0)
-        return original(self, operand, matrix)
+        return original(self, operand, matrix, **options)
 
-    def count(self: FP8Matmul, amax: Tensor | None) -> None:
+    def count(self: FP8Matmul) -> None:
         step = now.pop(self, torch.zeros(3))
         dist.all_reduce(step, op=dist.ReduceOp.MAX)
         step[GRAD] /= self.recipe.replicas
         seen.setdefault(self, []).insert(0, step)
-        end(self, amax)
+        end(self)
 
     with (
         mock.patch.object(FP8Matmul, "_round_along_columns", note),
-        mock.patch.object(FP8Matmul, "end_step", count),
+        mock.patch.object(FP8Matmul, "forget_operands", count),
         open_local_run(config, recipe, own_rank(config)) as run,
     ):
         train(run)

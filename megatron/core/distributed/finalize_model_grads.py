@@ -4,11 +4,13 @@ module's work at the end of the step."""
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.collectives import all_reduce, broadcast
 from megatron.core.distributed.model_chunk import ModelChunk
@@ -39,7 +41,7 @@ def finalize_model_grads(
     A module that gathers numbers in the forward passes of a step and acts on them before the next one (a router's
     expert biases, scales of FP8, bounds of attention scores) has a method `finish_step(groups)`. It is called at the
     end, at the same point on every process that holds the module, so that it may use collectives; it must not wait for
-    the device.
+    the device. Where its class has `finish_steps(modules, groups)`, that is called once for all of them instead.
     """
     groups = pg_collection or ProcessGroupCollection.current()
     timers = timers or Timers(log_level=0)
@@ -66,11 +68,15 @@ def finalize_model_grads(
         sum_replicated_grads(replicated, groups)
     if num_tokens is not None:
         _divide_by_tokens(model, num_tokens, groups)
-    for chunk in model:
-        for module in chunk.module.modules():
-            # Asked of the class: a miss on the instance goes through nn.Module.__getattr__, which is slow.
-            if hasattr(type(module), "finish_step"):
-                module.finish_step(groups)  # type: ignore[operator]
+    together: dict[type[Any], list[nn.Module]] = defaultdict(list)
+    for module in itertools.chain.from_iterable(chunk.module.modules() for chunk in model):
+        # Asked of the class: a miss on the instance goes through nn.Module.__getattr__, which is slow.
+        if hasattr(type(module), "finish_steps"):
+            together[type(module)].append(module)
+        elif hasattr(type(module), "finish_step"):
+            module.finish_step(groups)  # type: ignore[operator]
+    for kind, modules in together.items():
+        kind.finish_steps(modules, groups)
 
 
 def _divide_by_tokens(

@@ -57,16 +57,21 @@ def find_obstacle(device: torch.device) -> str | None:
     return None
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int = 4, **constants: Any) -> None:
+def launch(
+    kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int = 4, cooperative: bool = False, **constants: Any
+) -> None:
     """Start a kernel, as many programs as the grid has points; none for an empty grid.
 
-    arguments: tensors, None for a tensor that is left out, and numbers, in the kernel's order. constants: its
-    `constexpr` parameters by name.
+    arguments: tensors, None for a tensor that is left out, and numbers, in the kernel's order. cooperative: programs
+    wait for each other, so that all must run at once. constants: its `constexpr` parameters by name.
     """
     if 0 not in grid:
-        # Triton launches on the current device, which may not be the tensors' device where a process has several.
-        with _make_current(next(argument.device for argument in arguments if isinstance(argument, Tensor))):
-            kernel[grid](*arguments, num_warps=num_warps, **constants)
+        where = next(argument.device for argument in arguments if isinstance(argument, Tensor))
+        # Triton's interpreter knows no such option.
+        options = {"launch_cooperative_grid": True} if cooperative and not is_cpu(where) else {}
+        # Triton launches on the current device, which need not be that of the tensors where a process has several.
+        with _make_current(where):
+            kernel[grid](*arguments, num_warps=num_warps, **options, **constants)
 
 
 def _make_current(device: torch.device) -> AbstractContextManager[Any]:

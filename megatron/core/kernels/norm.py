@@ -102,8 +102,8 @@ def norm_backward(
 
 
 @triton.jit
-def sum_parts(parts, sums, count, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """[kinds, count, WIDTH] -> [kinds, WIDTH]."""
+def sum_parts(parts, sums, count, ADDS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """[kinds, count, WIDTH] -> [kinds, WIDTH]; ADDS: to what is there."""
     kind = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
@@ -111,7 +111,10 @@ def sum_parts(parts, sums, count, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK
         row = start + tl.arange(0, ROWS)[:, None].to(tl.int64)
         mask = (row < count) & (column < WIDTH)[None, :]
         total += tl.load(parts + (kind * count + row) * WIDTH + column[None, :], mask=mask, other=0.0)
-    tl.store(sums + kind * WIDTH + column, tl.sum(total, axis=0), mask=column < WIDTH)
+    found = tl.sum(total, axis=0)
+    if ADDS:
+        found += tl.load(sums + kind * WIDTH + column, mask=column < WIDTH, other=0.0)
+    tl.store(sums + kind * WIDTH + column, found, mask=column < WIDTH)
 
 
 class Statistics(NamedTuple):
@@ -156,11 +159,12 @@ def normalise(
 
 def find_gradients(
     grad: Tensor, grad_sums: Tensor | None, x: Tensor, weight: Tensor, statistics: Statistics, zero_centered: bool, *,
-    rounds_to: torch.dtype, with_weights: bool = True,
+    rounds_to: torch.dtype, with_weights: bool = True, into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Gradients of the normalised x, [..., h], in its format and in `rounds_to`, and of weight and offset, [kinds, h].
 
-    grad, grad_sums: of the norm's output, and of x that went around it; None where nobody used that.
+    grad, grad_sums: of the norm's output, and of x that went around it; None where nobody used that. into: float32 [h],
+    to which the gradient of a weight without an offset is added.
     """
     lines, width = statistics.factors.numel(), x.shape[-1]
     constants = _constants(width, zero_centered)
@@ -175,9 +179,13 @@ def find_gradients(
     )  # fmt: skip
     if parts is None:
         return grad_x, rounded, None
-    sums = weight.new_empty(kinds, width)
+    assert into is None or kinds == 1, "an offset has a gradient, too"
+    sums = weight.new_empty(kinds, width) if into is None else into
     # Without rows there are no parts, and the sums are zeros.
     if programs == 0:
-        return grad_x, rounded, sums.zero_()
-    launching.launch(sum_parts, (triton.cdiv(width, 64), kinds), parts, sums, programs, WIDTH=width, ROWS=32, BLOCK=64)
+        return grad_x, rounded, sums.zero_() if into is None else sums
+    launching.launch(
+        sum_parts, (triton.cdiv(width, 64), kinds), parts, sums, programs, ADDS=into is not None, WIDTH=width, ROWS=32,
+        BLOCK=64,
+    )  # fmt: skip
     return grad_x, rounded, sums

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,7 @@ from megatron.core.fp8 import (
     Operand,
     compute_scale,
     find_amax,
+    make_rows_contiguous,
     multiply_emulated,
     multiply_natively,
     quantise_blocks,
@@ -180,6 +182,8 @@ class FP8Matmul(Product, HasScales):
         HasScales.__init__(self)
         self.recipe, self.accumulates, self.out_dtype = recipe, accumulates, out_dtype
         self.has_smaller_form = keeps_rounded_input and recipe.rounds_weight_grad
+        self.turns_input = self.has_smaller_form
+        """True if an input waits for backward in the order in which the weight gradient reads it."""
         self.name = recipe.describe()
         self._exact = Matmul(accumulates=accumulates, out_dtype=out_dtype) if exact is None else exact
         self.falls_back = False
@@ -194,8 +198,10 @@ class FP8Matmul(Product, HasScales):
             self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=device))
         # In the first step of this process, operands without a history have the scales of whole matrices.
         self._sharers = sharers
-        # The greatest values of the step under way.
+        # The greatest values of the step under way, and of those that kernels have found the bits.
         self._noted: list[Tensor | None] = [None] * len(OPERANDS)
+        self._noted_bits: list[Tensor | None] = [None] * len(OPERANDS)
+        self._states: Any = None
         self._statistics: list[Tensor | None] = [None] * len(OPERANDS)
         # The last output gradients, which two products read one after the other, how often they had been written to,
         # and what they were rounded to.
@@ -254,8 +260,18 @@ class FP8Matmul(Product, HasScales):
         operands = self._round_grad_again(grad), right
         if main_grad is None:
             return self._multiply(*operands, weight.dtype, sums_fast=False)
-        main_grad.add_(self._multiply(*operands, torch.float32, sums_fast=False))
+        self._add_product(*operands, main_grad)
         return None
+
+    def _add_product(self, a: Operand, b: Operand, into: Tensor) -> None:
+        """into [m, n] += a [m, k] times b [n, k] transposed, for weight gradients."""
+        if self.recipe.is_native and into.dtype == torch.float32 and launching.uses_kernels(into):
+            from megatron.core.kernels import fp8_weight_grad
+
+            left, right = (make_rows_contiguous(operand.values) for operand in (a, b))
+            fp8_weight_grad.add_product(left, right, (a.inverse, b.inverse), into)
+        else:
+            into.add_(self._multiply(a, b, torch.float32, sums_fast=False))
 
     # ---- operands
 
@@ -277,10 +293,11 @@ class FP8Matmul(Product, HasScales):
         # Weight gradients alone sum over tokens, which is why operands are transposed first.
         if transposes_first and self.recipe.name == "nvfp4":
             matrix = fp4.transform(matrix)
-        rounded = self._round_along_columns(operand, matrix)
+        rounded = self._round_along_columns(operand, matrix, turns=over_rows)
         return rounded.transposed if over_rows and not transposes_first else rounded
 
-    def _round_along_columns(self, operand: int, matrix: Tensor) -> Operand:
+    def _round_along_columns(self, operand: int, matrix: Tensor, *, turns: bool = False) -> Operand:
+        """turns: a sum over rows reads the matrix, where it has one scale."""
         recipe, dtype = self.recipe, self.recipe.format_of(operand)
         if recipe.name == "blockwise":
             rounded = quantise_blocks(matrix, dtype, (SCALED_BLOCK if operand == WEIGHT else 1, SCALED_BLOCK))
@@ -290,29 +307,41 @@ class FP8Matmul(Product, HasScales):
         elif recipe.name == "mxfp8":
             rounded = quantise_blocks(matrix, dtype, (1, MX_BLOCK), mx=True)
         else:
-            rounded = self._round_by_one_scale(operand, matrix)
+            rounded = self._round_by_one_scale(operand, matrix, turns=turns)
         if recipe.measures and self.training:
             self._measure(operand, matrix, rounded)
         return rounded
 
-    def _round_by_one_scale(self, operand: int, matrix: Tensor) -> Operand:
+    def _round_by_one_scale(self, operand: int, matrix: Tensor, *, turns: bool) -> Operand:
         dtype, margin, is_delayed = self.recipe.format_of(operand), self.recipe.margin, self.recipe.name == "delayed"
         if self.recipe.is_native and launching.uses_kernels(matrix):
             from megatron.core.kernels import fp8_cast
 
-            # All matrices of a stack have one scale: their rows count as one matrix.
+            self._states = self._states or fp8_cast.States()
+            # All matrices of a stack have one scale: their rows are those of one matrix.
             shape, matrix = matrix.shape, matrix.flatten(0, -2)
-            amax = fp8_cast.find_amax(matrix)
-            amax = self._replace_amax(operand, amax) if is_delayed else amax
-            # Output gradients are summed over in both directions, one after the other. Of a weight two copies would be
-            # kept for a whole step.
+            earlier, factor, noted = None, 1.0, None
+            if is_delayed and self._sharers is not None:
+                earlier = self._replace_amax(operand, find_amax(matrix))
+            elif is_delayed:
+                earlier, factor = self.amax[operand], float(self.recipe.replicas if operand == GRAD else 1)
+                noted = self._find_bits(operand, matrix.device)
+            # Of a weight two copies would be kept for a whole step.
+            turns = operand == GRAD or (operand == INPUT and (turns or self.turns_input))
             values, turned, inverse = fp8_cast.quantise_matrix(
-                matrix, dtype, amax, margin=margin, turns=operand == GRAD
-            )
+                matrix, dtype, self._states.take(matrix.device), earlier, factor=factor, margin=margin, noted=noted,
+                turns=turns,
+            )  # fmt: skip
             return Operand(values.view(shape), inverse, turned=turned)
         amax = find_amax(matrix)
         amax = self._replace_amax(operand, amax) if is_delayed else amax
         return quantise_tensor(matrix, dtype, compute_scale(amax, dtype, margin=margin))
+
+    def _find_bits(self, operand: int, device: torch.device) -> Tensor | None:
+        """Where a kernel notes the bits of an operand's amax; None in a validation, which leaves no trace in a step."""
+        if self.training and self._noted_bits[operand] is None:
+            self._noted_bits[operand] = self._states.take(device)
+        return self._noted_bits[operand] if self.training else None
 
     def _round_grad(self, grad: Tensor) -> Operand:
         """Output gradients for the input gradient, noted for the weight gradient, which follows."""
@@ -399,30 +428,20 @@ class FP8Matmul(Product, HasScales):
 
     # ---- steps
 
-    def take_amax(self) -> Tensor:
-        """[3] float32, amax of OPERANDS on this process since the last call; 0 of what was not used."""
+    def take_amax(self) -> list[Tensor]:
+        """amax of each of OPERANDS on this process since the last call, float32 scalars; 0 of what was not used."""
         zero = self.amax.new_zeros(())
-        taken = torch.stack([zero if amax is None else amax for amax in self._noted])
-        taken[GRAD] /= self.recipe.replicas
-        self._noted = [None] * len(OPERANDS)
-        return taken
+        found = [zero if amax is None else amax for amax in self._noted]
+        for operand, bits in enumerate(self._noted_bits):
+            if bits is not None:
+                of_kernels = bits.view(torch.float32)[0]
+                found[operand] = of_kernels if found[operand] is zero else torch.maximum(found[operand], of_kernels)
+        self._noted, self._noted_bits = [None] * len(OPERANDS), [None] * len(OPERANDS)
+        return found
 
-    @torch.no_grad()
-    def end_step(self, amax: Tensor | None) -> None:
-        """Forget the rounded weight, which is about to change, and what was rounded last.
-
-        amax: with delayed scaling, the step's, [3].
-        """
+    def forget_operands(self) -> None:
+        """Forget the rounded weight, which is about to change, and what was rounded last."""
         self._weight = self._grad = self._sharers = None
-        if amax is None:
-            return
-        # A step that overflowed says nothing about the next one.
-        amax = torch.where(amax.isfinite(), amax, torch.zeros_like(amax))
-        self.amax_history.copy_(torch.cat((amax.unsqueeze(1), self.amax_history[:, :-1]), dim=1))
-        self.steps.add_(1)
-        chosen = self.amax_history.amax(1) if self.recipe.takes_largest else amax
-        is_due = ((self.steps - 1) % self.recipe.interval == 0) & (chosen > 0)
-        self.amax.copy_(torch.where(is_due, chosen, self.amax))
 
 
 def _is_same_memory(left: Tensor, right: Tensor) -> bool:
@@ -444,14 +463,25 @@ def recall_fallbacks(modules: Iterable[nn.Module]) -> None:
                 part.recall_fallback()
 
 
+@torch.no_grad()
 def end_step(products: Sequence[FP8Matmul], group: Group) -> None:
     """The microbatches of a step are over: with delayed scaling, agree over the group, and find the next scales."""
+    for product in products:
+        product.forget_operands()
     if not products or products[0].recipe.name != "delayed":
-        for product in products:
-            product.end_step(None)
         return
-    # One message for all: each alone would be nothing but latency.
-    amax = torch.stack([product.take_amax() for product in products])
+    recipe = products[0].recipe
+    # All together: each product alone would be some twenty kernels, and a message that is nothing but latency.
+    amax = torch.stack([amax for product in products for amax in product.take_amax()]).view(-1, len(OPERANDS))
+    amax[:, GRAD] /= recipe.replicas
     all_reduce(amax, group, op="max")
-    for product, of_product in zip(products, amax, strict=True):
-        product.end_step(of_product)
+    # A step that overflowed says nothing about the next one.
+    amax = torch.where(amax.isfinite(), amax, torch.zeros_like(amax))
+    history = torch.stack([product.amax_history for product in products])  # [products, 3, length]
+    history = torch.cat((amax.unsqueeze(-1), history[..., :-1]), dim=-1)
+    steps = torch.stack([product.steps for product in products])
+    chosen = history.amax(-1) if recipe.takes_largest else amax
+    is_due = (steps % recipe.interval == 0).unsqueeze(-1) & (chosen > 0)
+    amax = torch.where(is_due, chosen, torch.stack([product.amax for product in products]))
+    for name, values in (("amax_history", history), ("steps", steps + 1), ("amax", amax)):
+        torch._foreach_copy_([getattr(product, name) for product in products], [*values.unbind()])

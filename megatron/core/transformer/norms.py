@@ -343,6 +343,9 @@ class _KernelNorm(torch.autograd.Function):
             x, weight, offset, eps, zero_centered, bias=bias, residual=residual
         )
         ctx.save_for_backward(sums, weight, means, factors)
+        # Hooks for saved tensors hand back another one. Where there is an offset, both gradients go by autograd.
+        main_grad = getattr(weight, "main_grad", None) if offset is None else None
+        ctx.main_grad = main_grad if main_grad is not None and main_grad.dtype == torch.float32 else None
         return y, sums
 
     @staticmethod
@@ -355,10 +358,13 @@ class _KernelNorm(torch.autograd.Function):
             grad = torch.zeros_like(sums, dtype=weight.dtype)
         grad_residual, grad_x, of_weights = kernels.find_gradients(
             grad, grad_sums, sums, weight, kernels.Statistics(means, factors), ctx.zero_centered,
-            rounds_to=ctx.kind, with_weights=needs_weights,
+            rounds_to=ctx.kind, with_weights=needs_weights, into=ctx.main_grad,
         )  # fmt: skip
         grad_bias = grad_x.reshape(-1, grad_x.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
-        grad_weight, grad_offset = (None, None) if of_weights is None else (of_weights[0], of_weights[-1])
+        if of_weights is None or ctx.main_grad is not None:
+            grad_weight = grad_offset = None
+        else:
+            grad_weight, grad_offset = of_weights[0], of_weights[-1]
         return (
             grad_x, grad_bias, grad_residual if ctx.needs_input_grad[2] else None, grad_weight,
             grad_offset if ctx.needs_input_grad[4] else None, None, None,

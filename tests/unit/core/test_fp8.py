@@ -309,9 +309,9 @@ def test_a_weight_is_rounded_once_per_step(monkeypatch: pytest.MonkeyPatch) -> N
     product, weight = FP8Matmul(recipe("tensorwise")), torch.randn(32, 16)
     original = FP8Matmul._round_along_columns
 
-    def counted(self: FP8Matmul, operand: int, matrix: Tensor) -> Operand:
+    def counted(self: FP8Matmul, operand: int, matrix: Tensor, **options: bool) -> Operand:
         asked.append(operand)
-        return original(self, operand, matrix)
+        return original(self, operand, matrix, **options)
 
     monkeypatch.setattr(FP8Matmul, "_round_along_columns", counted)
 
@@ -398,9 +398,9 @@ def test_gradients_are_rounded_once_for_both_products(monkeypatch: pytest.Monkey
     rounded: list[int] = []
     original = FP8Matmul._round_along_columns
 
-    def counted(self: FP8Matmul, operand: int, matrix: Tensor) -> Operand:
+    def counted(self: FP8Matmul, operand: int, matrix: Tensor, **options: bool) -> Operand:
         rounded.append(operand)
-        return original(self, operand, matrix)
+        return original(self, operand, matrix, **options)
 
     monkeypatch.setattr(FP8Matmul, "_round_along_columns", counted)
     for name, times in (("tensorwise", 1), ("delayed", 1), ("mxfp8", 2)):

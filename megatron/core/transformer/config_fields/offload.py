@@ -52,7 +52,7 @@ class OffloadFields(RecomputeFields):
         gpu=NeedsGPU(lambda run: run.fine_grained_offloading_max_inflight_offloads is not None, "it has no effect"),
     )  # fmt: skip
     """Modules whose copies to the host may be under way before the computation waits for the oldest, so that their
-    memory is free; no limit when not given."""
+    memory is free; in any case no more than one layer sends."""
     cpu_offloading_num_layers: int = flag(
         0,
         minimum=0,

@@ -8,7 +8,7 @@ unless --fp8-output-proj asks for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,12 @@ class FP8Products(nn.Module):
 
     def finish_step(self, groups: ProcessGroupCollection) -> None:
         """Find the scales of the next step; every process of the pipeline stage takes part."""
-        end_step([product for _, product in self._products], groups.tp_dp_cp)
+        self.finish_steps([self], groups)
+
+    @staticmethod
+    def finish_steps(layers: Sequence[FP8Products], groups: ProcessGroupCollection) -> None:
+        """The same for all layers of this process, with one message."""
+        end_step([product for layer in layers for product in layer.products.values()], groups.tp_dp_cp)
 
 
 def read_fp8_recipe(config: PrecisionFields, device: torch.device | None = None, replicas: int = 1) -> FP8Recipe:
@@ -95,5 +100,7 @@ def multiply_in_fp8(
                 keeps_rounded_input=keeps_rounded_input(name),
                 sharers=(of_tokens, groups.tp_dp_cp if kind is FP8Experts else groups.tp),
             )
+            # Under sequence parallelism ranks keep their own tokens of an input: its rows.
+            part.product.turns_input &= not config.sequence_parallel
             exchanged[name] = part.product
     return FP8Products(exchanged)

@@ -193,7 +193,7 @@ class FP8Experts(FP8Matmul):
         grads, inputs = self._list_grads(grad, rows_per_expert), self._list_inputs(x, rows_per_expert)
         for of_expert, rows, left, right in zip(into, rows_per_expert, grads, inputs, strict=True):
             if rows:
-                of_expert.add_(self._multiply(left.transposed, right.transposed, torch.float32))
+                self._add_product(left.transposed, right.transposed, of_expert)
         return into.to(weight.dtype) if main_grad is None else None
 
     def _list_grads(self, grad: Tensor, rows_per_expert: list[int]) -> Iterator[Operand]:
