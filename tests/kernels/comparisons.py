@@ -440,7 +440,7 @@ def eight_bits_of_a_matrix(device: str) -> None:
         cases = [x, x.bfloat16(), x * 2.0**-20, torch.zeros_like(x), infinite]
         if not is_interpreted:
             cases += [x.half(), x * 1e-42, undefined]
-        states, zeros = fp8_cast.States(), torch.zeros((), device=device)
+        states, zeros = fp8_cast.LaunchStates(), torch.zeros((), device=device)
         for matrix, (margin, is_known) in itertools.product(cases, ((0, False), (3, False), (0, True), (3, True))):
             amax = find_amax(matrix)
             noted = torch.full((), 1, dtype=torch.int32, device=device)

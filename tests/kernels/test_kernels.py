@@ -125,7 +125,7 @@ def expert_weight_gradient() -> None:
 
 def eight_bits() -> None:
     x = torch.randn(256, 512).bfloat16()
-    values, _, _ = fp8_cast.quantise_matrix(x, torch.float8_e4m3fn, fp8_cast.States().take(x.device), turns=True)
+    values, _, _ = fp8_cast.quantise_matrix(x, torch.float8_e4m3fn, fp8_cast.LaunchStates().take(x.device), turns=True)
     fp8_cast.turn(values)
 
 

@@ -106,7 +106,7 @@ def turn_matrix(values, turned, rows, columns, TILE: tl.constexpr):
     tl.store(turned + column[:, None] * rows + row[None, :], tl.trans(value), mask=tl.trans(mask))
 
 
-class States:
+class LaunchStates:
     """Memory that each launch finds zero, without a kernel each time that makes it so."""
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ def quantise_matrix(
     """Values of a contiguous matrix [rows, columns] by the scale of its amax, or of `earlier`, a float32 scalar, times
     a factor, where that is not 0; the same [columns, rows] where `turns`; and what undoes the scale.
 
-    state: of States. noted: int32 scalar, which becomes the bits of amax where those are greater.
+    state: of LaunchStates. noted: int32 scalar, which becomes the bits of amax where those are greater.
     """
     rows, columns = x.shape
     values = torch.empty_like(x, dtype=dtype)

@@ -317,7 +317,7 @@ class FP8Matmul(Product, HasScales):
         if self.recipe.is_native and launching.uses_kernels(matrix):
             from megatron.core.kernels import fp8_cast
 
-            self._states = self._states or fp8_cast.States()
+            self._states = self._states or fp8_cast.LaunchStates()
             # All matrices of a stack have one scale: their rows are those of one matrix.
             shape, matrix = matrix.shape, matrix.flatten(0, -2)
             earlier, factor, noted = None, 1.0, None
