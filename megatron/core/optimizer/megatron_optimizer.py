@@ -25,11 +25,10 @@ from megatron.core.optimizer.grad_scaler import make_grad_scaler
 from megatron.core.optimizer.group_state import GroupState, StateSlice
 from megatron.core.optimizer.offloaded_state import build_home
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_groups import GroupKey, make_param_groups
+from megatron.core.optimizer.param_groups import GroupKey, UpdateUnit, make_param_groups, make_update_units
 from megatron.core.optimizer.param_overrides import ParamGroupOverride, ParamKey
 from megatron.core.optimizer.rule_table import RULES
 from megatron.core.optimizer.update_rules import UpdateRule, load_rule
-from megatron.core.optimizer.update_units import make_update_units
 from megatron.core.optimizer.upstream_methods import UpstreamMethods
 from megatron.core.optimizer.whole_matrices import locate_member
 from megatron.core.placement import get_placement
@@ -287,7 +286,7 @@ class MegatronOptimizer(UpstreamMethods):
         for unit in self._units:
             if not is_left_out:
                 with self.around_update():
-                    unit.update(self._step, divisors, found_inf)
+                    _update(unit, self._step, divisors, found_inf)
             # Before the write-back: it changes main parameters, of which the network then gets rounded copies.
             if self.after_update is not None:
                 assert len(self._units) == 1, (
@@ -474,3 +473,18 @@ def get_megatron_optimizer(
     return build(
         config=config, model_chunks=model_chunks, groups=groups, update_rule=update_rule, overrides=overrides
     )  # fmt: skip
+
+
+def _update(unit: UpdateUnit, step: Tensor, divisors: Sequence[Tensor | None], found_inf: Tensor) -> None:
+    """Update once, on the device and on the host. divisors: of the gradients, and of those that are clipped by
+    themselves, if there are any."""
+    # The device first: it works on its part while the host is busy with its own.
+    for group in unit.on_device:
+        group.rule.update(group, step, divisors[group.key.is_clipped_apart], found_inf)
+    if not unit.offloaded:
+        return
+    # Read once for all groups: the host waits for the device here.
+    scalars = [step, found_inf, *(each for each in divisors if each is not None)]
+    step, found_inf, *own = torch.stack(scalars).cpu().unbind()
+    for group in unit.offloaded:
+        group.rule.update(group, step, own[group.key.is_clipped_apart] if own else None, found_inf)

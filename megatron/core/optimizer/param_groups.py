@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.core.distributed.model_chunk import FlatBuffer
+from megatron.core.distributed.model_chunk import FlatBuffer, ModelChunk
 from megatron.core.flat_ranges import Range, intersect_ranges, merge_ranges
 from megatron.core.optimizer.group_state import GroupState, Member
 from megatron.core.optimizer.offloaded_state import OffloadedState, StateHome, divide_members
@@ -191,3 +191,28 @@ def _divide(
 def _dtype(config: OptimizerConfig, field: str) -> torch.dtype:
     """Dtype of a kind of state; float32 where the config does not set it."""
     return _DTYPES[getattr(config, field, "fp32")]
+
+
+class UpdateUnit(NamedTuple):
+    """Chunks that are updated together."""
+
+    chunks: Sequence[ModelChunk]
+    groups: list[ParamGroup]
+    """The parts of the parameter groups that lie in these chunks."""
+    on_device: list[ParamGroup]
+    """Of these groups, what the device updates."""
+    offloaded: list[ParamGroup]
+    """Groups that the host updates."""
+
+
+def make_update_units(chunks: Sequence[ModelChunk], groups: Sequence[ParamGroup]) -> Iterator[UpdateUnit]:
+    """All chunks together, or with overlap_param_gather_with_optimizer_step one after the other."""
+    # One after the other, the gather of a chunk overlaps the update of the next.
+    in_turn = any(chunk.ddp_config.overlap_param_gather_with_optimizer_step for chunk in chunks)
+    for together in [[chunk] for chunk in chunks] if in_turn else [chunks]:
+        buffers = [buffer for chunk in together for buffer in chunk.flat_buffers]
+        parts = [group.part(buffers) for group in groups]
+        places = [part.split_by_place() for part in parts]
+        # A group of another place has no state here, and a frozen stage has no groups.
+        kinds = (parts, [on_device for on_device, _ in places], [offloaded for _, offloaded in places])
+        yield UpdateUnit(together, *([part for part in found if part.states] for found in kinds))

@@ -432,7 +432,8 @@ class GPTModel(LanguageModule):
     def _hidden_states_in(self, input_ids: Tensor, position_ids: Tensor | None, decoder_input: Tensor | None) -> Tensor:
         """The decoder's input [s, b, h]; where multi-token prediction lies on an earlier stage, with its hidden states
         of each depth below, as they are exchanged."""
-        tell_tokens(self.decoder, self.config, input_ids)
+        if self.config.moe_n_hash_layers:
+            tell_tokens(self.decoder, input_ids)
         if decoder_input is not None:
             return decoder_input
         if self.pre_process:

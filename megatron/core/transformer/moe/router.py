@@ -414,9 +414,9 @@ class TopKRouter(MegatronModule):
         bias.copy_(torch.lerp(mean, bias, kept.to(bias.dtype)))
 
 
-def tell_tokens(module: nn.Module, config: MoEFields, ids: Tensor) -> None:
+def tell_tokens(module: nn.Module, ids: Tensor) -> None:
     """Let routers that choose by a table know the tokens of what a module is about to compute, [b, s]."""
-    for part in module.modules() if config.moe_n_hash_layers else ():
+    for part in module.modules():
         if isinstance(part, TopKRouter) and part.tid2eid is not None:
             part.token_ids = ids
 
