@@ -44,6 +44,10 @@ BASES = (
     "--multi-latent-attention --position-embedding-type rope --disable-bias-linear --qk-head-dim 16 --v-head-dim 16 "
     "--qk-pos-emb-head-dim 8 --experimental-attention-variant dsa --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 16 "
     "--dsa-indexer-topk 4",
+    "--multi-latent-attention --position-embedding-type rope --disable-bias-linear --normalization RMSNorm "
+    "--qk-pos-emb-head-dim 8 --v-head-dim 16 --q-lora-rank 16 --experimental-attention-variant dsv4_hybrid "
+    "--csa-compress-ratios [4,8] --csa-window-size 8 --o-groups 2 --o-lora-rank 16 --dsa-indexer-n-heads 2 "
+    "--dsa-indexer-head-dim 16 --dsa-indexer-topk 4 --attention-dropout 0",
     "--use-mup --mup-base-hidden-size 32",
     "--parallel-residual",
     "--enable-hyper-connections --mhc-init-gating-factor 2 --mhc-sinkhorn-iterations 1",

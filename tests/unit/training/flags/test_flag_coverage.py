@@ -40,6 +40,7 @@ FURTHER_CHOICES = {
     **dict.fromkeys(("--ckpt-format", "--ckpt-convert-format"), {"upstream_torch_dist"}),
     "--transformer-impl": {"auto"},
     "--moe-router-score-function": {"softmax-share"},
+    "--experimental-attention-variant": {"dsv4_hybrid"},  # of its dev branch
 }
 # Upstream has a switch for either direction, or a negative name, and with it another default.
 ASKED_TWICE = {"no_persist_layer_norm", "yarn_correction_range_round_to_int"}
