@@ -336,7 +336,7 @@ def _list_moved(model: TransformerConfig, index: int, layer: Sequence[Sequence[K
 
 
 def _list_in_flight(model: TransformerConfig, moved: Sequence[Sequence[dict[str, float]]]) -> list[float]:
-    """Bytes of each part that has not left the device when the layers' forward pass ends: those of the last layer."""
+    """Bytes of each part that has not left the device when the layers' forward pass ends: the last layer's."""
     groups = [size for of_branch in moved[-1] for size in of_branch.values()] if moved else []
     most = model.fine_grained_offloading_max_inflight_offloads
     return groups if most is None else groups[-most:]

@@ -132,6 +132,25 @@ def test_adapters_of_another_kind_are_refused(made: Path) -> None:
             pass
 
 
+@pytest.mark.flags("--lora-dropout", "--lora-exclude")
+def test_dropout_and_layers_without_adapters(made: Path) -> None:
+    tokens, positions = torch.arange(16).expand(2, 16), torch.arange(16).expand(2, 16)
+    losses = []
+    with open_run(made, "--lora-dropout", "0.5") as run, torch.no_grad():
+        for training_ in (True, True, False, False):
+            model = run.model[0].module.train(training_)
+            losses.append(model(tokens, positions, None, labels=tokens).mean().item())
+    assert losses[0] != losses[1] and losses[2] == losses[3] not in losses[:2]
+    config, recipe = training(f"{STYLES['llama']} {ADAPTED} --lora-exclude down_proj *.layers.0.*", "1")
+    with open_local_run(config, recipe, 0) as run:
+        names = read_gradients(run)
+    layers = {name.partition(".adapter.")[0] for name in names}
+    assert layers == {
+        f"decoder.layers.{layer}.{name}" for layer in (1, 2, 3)
+        for name in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1")
+    }  # fmt: skip
+
+
 def share(style: str, text: str) -> RankTrace:
     config, recipe = training(f"{(STYLES | OPTIONS)[style]} {ADAPTED}", text)
     return trace_rank(config, recipe, rank=own_rank(config), iterations=4)

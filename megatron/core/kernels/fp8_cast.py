@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A matrix in 8 bits with one scale: its amax, its cast and its transpose by one kernel.
 
-The values are those of megatron/core/fp8.py bit for bit: the scale is divided as IEEE 754 has it, values beyond the
+The values equal megatron/core/fp8.py's bit for bit: the scale is divided as IEEE 754 has it, values beyond the
 format's greatest one become that, and NaN stays NaN. A product along the rows wants the transpose of what a product
 along the columns reads, so that both are written while the matrix is read once.
 

@@ -69,7 +69,7 @@ def launch(
         where = next(argument.device for argument in arguments if isinstance(argument, Tensor))
         # Triton's interpreter knows no such option.
         options = {"launch_cooperative_grid": True} if cooperative and not is_cpu(where) else {}
-        # Triton launches on the current device, which need not be that of the tensors where a process has several.
+        # Triton launches on the current device, which need not be the tensors' device where a process has several.
         with _make_current(where):
             kernel[grid](*arguments, num_warps=num_warps, **options, **constants)
 

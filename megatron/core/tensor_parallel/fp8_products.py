@@ -183,7 +183,7 @@ class FP8Matmul(Product, HasScales):
         self.recipe, self.accumulates, self.out_dtype = recipe, accumulates, out_dtype
         self.has_smaller_form = keeps_rounded_input and recipe.rounds_weight_grad
         self.turns_input = self.has_smaller_form
-        """True if an input waits for backward in the order in which the weight gradient reads it."""
+        """True if an input is saved for backward in the order in which the weight gradient reads it."""
         self.name = recipe.describe()
         self._exact = Matmul(accumulates=accumulates, out_dtype=out_dtype) if exact is None else exact
         self.falls_back = False
@@ -318,7 +318,7 @@ class FP8Matmul(Product, HasScales):
             from megatron.core.kernels import fp8_cast
 
             self._states = self._states or fp8_cast.LaunchStates()
-            # All matrices of a stack have one scale: their rows are those of one matrix.
+            # All matrices of a stack have one scale: their rows are quantised as one matrix's.
             shape, matrix = matrix.shape, matrix.flatten(0, -2)
             earlier, factor, noted = None, 1.0, None
             if is_delayed and self._sharers is not None:

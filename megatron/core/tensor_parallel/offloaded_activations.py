@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations that wait for backward in the memory of the host.
+"""Activations saved for backward in the memory of the host.
 
     forward     computation  | layer 1 | layer 2 | layer 3 |          to the host      | 1 | 2 |
     backward    computation      | layer 3 | layer 2 | layer 1 |      to the device  | 2 | 1 |
 
-What an operation keeps is copied to the host in a queue of its own, and leaves the device when the layer behind it has
+What an operation keeps is copied to the host in a separate queue, and leaves the device when the layer behind it has
 been computed: from then on the computation goes on behind the copy, so that the memory can be given to its next kernel,
 however far ahead the host is. What the last layer has sent stays, since backward begins with it. In backward the first
 need of a group, all that one block of `offload` has kept, starts the copies of the groups before it, which backward
@@ -186,7 +186,7 @@ class Offloader:
         self._read.clear()
 
     def note_read(self, sent: _Offloaded) -> None:
-        """Whoever reads what was sent, and is still on the device, is the last."""
+        """Note that the next reader of what was sent, and is still on the device, is the last."""
         self._read.append(sent)
 
     def _open_queues(self, device: torch.device) -> tuple[CopyQueue, CopyQueue]:
@@ -241,7 +241,7 @@ class _Offloaded:
         hold_computation_until(self.returned)
         self.readers -= 1
         if self.readers <= 0:
-            # What may still be read for its copy to the host stays: overwritten by others, it would give whoever asks
+            # What may still be read for its copy to the host stays: overwritten by others, it would give a caller
             # once more than was counted (what is computed again from it, twice) other values.
             if self.returned is None and self.arrived is not None:
                 self.offloader.note_read(self)

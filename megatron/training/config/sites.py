@@ -29,7 +29,7 @@ class SitesConfig(CheckedConfig):
     datacenter_id: int | None = flag(None, minimum=0, kind="layout", needs=_SITES)
     """Number of the site that this job is, from 0; the others are separate jobs."""
     diloco_backend: Literal["own", "torchft"] = flag("own", kind="layout", needs=(_SITES, _SEPARATE))
-    """Exchange between sites that are separate jobs: this project's, or that of the package torchft, whose lighthouse
+    """Exchange between sites that are separate jobs: this project's or the package torchft's, whose lighthouse
     is then at --diloco-address, and which authenticates nothing."""
     diloco_address: str | None = flag(None, kind="layout", metavar="HOST:PORT[,...]", needs=(_SITES, _SEPARATE))
     """Addresses at which the first site listens, and which the others call: one for each of its nodes, separated by

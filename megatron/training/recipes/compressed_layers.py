@@ -29,7 +29,7 @@ _BY_RATIO = {0: _SLIDING, SPARSE_RATIO: SPARSE, 128: HEAVY}
 
 
 def complete_compressed(fields: dict[str, Any]) -> dict[str, Any]:
-    """All fields by their names in the class, given those of published files; `rope_parameters` are those of layers
+    """All fields by their names in the class, given the fields of published files; `rope_parameters` belong to layers
     with entries, and the two bases stand beside them."""
     ratios, hashed = fields.pop("compress_ratios", None), fields.pop("num_hash_layers", None)
     rotated, count = fields.pop("qk_rope_head_dim", None), fields["num_hidden_layers"]
@@ -84,7 +84,7 @@ def _complete_ropes(fields: dict[str, Any], share: float) -> dict[str, Any]:
 
 
 def describe_ropes(fields: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_parameters` of both kinds of layers; rope: those of layers with entries, without a base."""
+    """`rope_parameters` of both kinds of layers; rope: the parameters of layers with entries, without a base."""
     share = fields["qk_rope_head_dim"] / fields["head_dim"]
     magnitude = {"attention_factor": 1.0} if rope["rope_type"] == "yarn" else {}
     of_sliding = {"rope_type": "default", "rope_theta": fields["rope_theta"], "partial_rotary_factor": share}

@@ -45,7 +45,7 @@ FURTHER_CHOICES = {
 # Upstream has a switch for either direction, or a negative name, and with it another default.
 ASKED_TWICE = {"no_persist_layer_norm", "yarn_correction_range_round_to_int"}
 # Flags of other programs that our sentences name.
-ELSEWHERE = {"--max-restarts", "--flag", "--help"}
+ELSEWHERE = {"--max-restarts", "--flag", "--help", "--adapter"}
 
 
 def status_of(spelling: str) -> str:
