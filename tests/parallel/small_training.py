@@ -104,6 +104,15 @@ OPTIONS = {
         --ffn-hidden-size 48 --disable-bias-linear --untie-embeddings-and-output-weights --kv-lora-rank 11
         --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 5 --num-experts 4 --moe-ffn-hidden-size 24
         --dsa-indexer-n-heads 3 --dsa-indexer-head-dim 8 --dsa-indexer-topk 3 --dsa-indexer-loss-coeff 0.5""",
+    # DeepSeek-V4: a window, chosen entries and all, streams, and experts by a table.
+    "compressed": """--multi-latent-attention --experimental-attention-variant dsv4_hybrid
+        --csa-compress-ratios [0,4,5,4] --q-lora-rank 13 --qk-pos-emb-head-dim 4 --v-head-dim 10 --csa-window-size 5
+        --o-groups 2 --o-lora-rank 6 --dsa-indexer-n-heads 3 --dsa-indexer-head-dim 8 --dsa-indexer-topk 2
+        --dsa-indexer-loss-coeff 0.5 --dsa-indexer-use-sparse-loss --enable-hyper-connections
+        --num-residual-streams 2 --position-embedding-type rope --normalization RMSNorm --swiglu
+        --disable-bias-linear --untie-embeddings-and-output-weights --num-experts 4 --moe-ffn-hidden-size 24
+        --moe-shared-expert-intermediate-size 24 --moe-router-score-function sqrtsoftplus
+        --moe-router-enable-expert-bias --moe-n-hash-layers 1 --actual-vocab-size 128""",
     # Residual streams of both forms, of branches with norms on both sides, experts among them, and in letters.
     "streams": """--enable-hyper-connections --num-residual-streams 3 --norm-placement both --residual-multiplier 0.7
         --normalization RMSNorm --swiglu --ffn-hidden-size 48 --position-embedding-type rope --num-experts 4

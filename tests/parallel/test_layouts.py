@@ -60,6 +60,7 @@ SMALL = {
         "pp2,--recompute-granularity full,--recompute-method uniform,--recompute-num-layers 1",
     ],
     "chosen": ["tp2,sp,pp2", "dp2,fsdp2", "cp2,--cp-comm-type=all_gather"],
+    "compressed": ["tp2,sp", "cp2", "tp2,pp2"],
     "streams": [
         "tp2", "tp2,sp", "cp2", "pp2", "pp2,--pipeline-schedule=zb-v", "dp2,dist-opt",
         "tp2,sp,pp2,--recompute-granularity full,--recompute-method uniform,--recompute-num-layers 1",

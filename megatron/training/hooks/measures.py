@@ -22,7 +22,7 @@ from megatron.core.ssm.state_norms import StateNorm, compute_state_norms, list_s
 from megatron.core.traffic import Traffic
 from megatron.core.transformer.moe.router import LOSS_NAMES, TopKRouter, read_loss_coefficients
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLoss
-from megatron.core.transformer.sparse_attention import SparseCore
+from megatron.core.transformer.sparse_attention import IndexLossCore
 from megatron.planner.throughput import build_yardstick
 from megatron.training.config.container import RunConfig
 from megatron.training.data.planned_batches import StepPlan
@@ -253,13 +253,14 @@ class IndexerHook(Hook):
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> IndexerHook | None:
         """Return the hook for --dsa-indexer-loss-coeff; None where it is not asked for."""
-        return cls() if config.model.dsa_indexer_loss_coeff and config.model.has_kind("sparse_attention") else None
+        has_indexer = config.model.has_kind("sparse_attention") or config.model.has_kind("compressed_sparse")
+        return cls() if config.model.dsa_indexer_loss_coeff and has_indexer else None
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Record the loss of the step, with its coefficient, over all layers of the model."""
         model, total = run.config.model, torch.zeros((), dtype=torch.float64, device=run.device)
         for part in (part for chunk in run.model for part in chunk.module.modules()):
-            taken = part.take_loss() if isinstance(part, SparseCore) else None
+            taken = part.take_loss() if isinstance(part, IndexLossCore) else None
             if taken is not None:
                 total += taken
         # Tensor-parallel ranks have equal sums; context-parallel ones the parts of their tokens.

@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.moe.route_log import RouteLog
 from megatron.core.transformer.moe.router import LOSS_NAMES, TopKRouter, read_loss_coefficients
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLoss
-from megatron.core.transformer.sparse_attention import SparseCore
+from megatron.core.transformer.sparse_attention import IndexLossCore
 from megatron.training.run import Run
 
 
@@ -51,7 +51,7 @@ class LossFunction:
         self._held: list[Tensor] | None = None
         modules = [module for chunk in run.model for module in chunk.modules()]
         self.routers = [module for module in modules if isinstance(module, TopKRouter)]
-        self._indexers = [module for module in modules if isinstance(module, SparseCore)]
+        self._indexers = [module for module in modules if isinstance(module, IndexLossCore)]
         self._further = [module for module in modules if isinstance(module, MultiTokenPredictionLoss)]
 
     def rewind(self) -> None:

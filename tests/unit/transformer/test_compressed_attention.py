@@ -15,11 +15,15 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.plan.read import read_plan
 from megatron.core.sequences.state import SequenceState
 from megatron.core.sequences.token_layout import TokenLayout
+from megatron.core.traffic import Traffic
 from megatron.core.transformer.compressed_attention import CompressedSelfAttention
 from megatron.core.transformer.compressor import Compressor
 from megatron.core.transformer.core_attention import chosen_keys, compressed_keys
 from megatron.core.transformer.rotary import Rotation
 from megatron.planner.memory import count_parameters
+from megatron.training.hooks.measures import IndexerHook
+from megatron.training.recipes.gpt import build_gpt_recipe
+from megatron.training.run import HookContext
 from tests.support.gpt_models import (
     SEQUENCE_LENGTH,
     VOCAB_SIZE,
@@ -204,6 +208,13 @@ def test_generated_text_does_not_depend_on_the_cache() -> None:
 
 
 # ---- settings
+
+
+def test_the_indexers_loss_is_logged() -> None:
+    for flags, is_logged in ((f"{COMPRESSED} {LOSS}", True), (COMPRESSED, False)):
+        config = read_config(flags)
+        hook = IndexerHook.build(config, HookContext(build_gpt_recipe(config), Traffic()))
+        assert (hook is not None) is is_logged
 
 
 def test_letters_are_the_same_layers() -> None:
