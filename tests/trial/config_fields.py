@@ -63,7 +63,8 @@ BASES: dict[str, dict[str, Any]] = {
     "deepseek_v4": {
         "head_dim": 16, "partial_rotary_factor": 0.25, "q_lora_rank": 20, "o_groups": 2, "o_lora_rank": 10,
         "sliding_window": 6, "index_n_heads": 16, "index_head_dim": 8, "index_topk": 3, "n_routed_experts": 8,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 24, "swiglu_limit": 1.0, "num_key_value_heads": 1,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 24, "intermediate_size": 24, "swiglu_limit": 1.0,
+        "num_key_value_heads": 1,
         "layer_types": ["sliding_attention", "heavily_compressed_attention"] + ["compressed_sparse_attention"] * 2,
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 6},
         "mlp_layer_types": ["hash_moe"] + ["moe"] * 3,

@@ -28,10 +28,11 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.context_parallel.sharding import list_positions_of_rank, to_sequence_order
+from megatron.core.context_parallel.sharding import list_pieces_of_rank, to_sequence_order
 from megatron.core.errors import ConfigError
 from megatron.core.inference_context import InferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -286,7 +287,8 @@ class CompressedSelfAttention(MegatronModule):
         tokens, *products = (_gather(x, cp) for x in (tokens, *core.list_products(hidden_states)))
         everywhere = rotation._replace(cos=_gather(rotation.cos, cp), sin=_gather(rotation.sin, cp))
         entries = core.make_entries(products, windows, everywhere)
-        own = list_positions_of_rank(length, cp.rank(), cp.size()) if cp.size() > 1 else torch.arange(length)
+        pieces = np.arange(length).reshape(2 * cp.size() if cp.size() > 1 else 1, -1)
+        own = pieces[list(list_pieces_of_rank(cp.rank(), cp.size())) if cp.size() > 1 else [0]].reshape(-1)
         sight = find_sight(own, windows, core.ratio, core.options.window, documents)
         places = EntryPlaces(sight, len(windows.starts), query.device)
         chosen, vectors = None, None
@@ -328,11 +330,11 @@ class CompressedSelfAttention(MegatronModule):
         for index, (past, of_window) in enumerate(zip(layout.past, held, strict=True)):
             own, *new = (x[index] for x in cut)
             entries = core.extend_state([x[index] for x in state], new[len(scoring) :], past)
-            place = torch.arange(len(of_window) - len(own), len(of_window))
-            first = (place - (core.options.window or 0)).clamp(min=0)
-            end = (torch.arange(past, past + len(own)) + 1) // max(1, core.ratio) * bool(core.ratio)
+            place = np.arange(len(of_window) - len(own), len(of_window))
+            first = np.maximum(place - (core.options.window or 0), 0)
+            end = (np.arange(past, past + len(own)) + 1) // max(1, core.ratio) * bool(core.ratio)
             count = int(end[-1])
-            places = EntryPlaces(Sight(place, first, torch.zeros_like(end), end), count, own.device)
+            places = EntryPlaces(Sight(place, first, np.zeros_like(end), end), count, own.device)
             entries = [x[:count].unsqueeze(1) for x in entries]
             chosen = core.choose(IndexVectors(new[0], entries[1], new[1]), places) if scoring else None
             parts.append(core.attend(own, core.list_keys(of_window, entries), chosen, places).output)
@@ -341,14 +343,16 @@ class CompressedSelfAttention(MegatronModule):
         return layout.join(parts)
 
 
-def find_sight(own: Tensor, windows: Windows, ratio: int, window: int | None, documents: TokenLayout | None) -> Sight:
+def find_sight(
+    own: np.ndarray, windows: Windows, ratio: int, window: int | None, documents: TokenLayout | None
+) -> Sight:
     """Sight of tokens at the places `own` of the sequence: int64 [s], on the host. window: tokens before itself that
     one sees."""
-    start = torch.zeros_like(own) if documents is None else documents.starts[own]
-    first = start if window is None else torch.maximum(start, own - window)
+    start = np.zeros_like(own) if documents is None else documents.starts.numpy()[own]
+    first = start if window is None else np.maximum(start, own - window)
     if not ratio:
-        return Sight(own, first, torch.zeros_like(own), torch.zeros_like(own))
-    begin = torch.searchsorted(windows.starts, start)
+        return Sight(own, first, np.zeros_like(own), np.zeros_like(own))
+    begin = np.searchsorted(windows.starts, start)
     return Sight(own, first, begin, begin + (own - start + 1) // ratio)
 
 

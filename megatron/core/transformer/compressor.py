@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,9 +36,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class Windows(NamedTuple):
     """The whole windows of a row of tokens, in its order."""
 
-    starts: Tensor
+    starts: np.ndarray
     """The first token of each, int64 [w] on the host."""
-    follows: Tensor
+    follows: np.ndarray
     """bool [w], True where the window before is of the same document."""
     is_even: bool
     """True where they lie side by side from the first token on."""
@@ -47,16 +48,14 @@ class Windows(NamedTuple):
         """Windows of `size` tokens in a row of `tokens`, starting again with each document."""
         bounds = (0, tokens) if documents is None else documents.bounds
         pairs = list(zip(bounds, bounds[1:], strict=False))
-        starts = torch.cat([begin + size * torch.arange((end - begin) // size) for begin, end in pairs])
-        firsts = torch.tensor([begin for begin, _ in pairs])
-        return cls(starts, ~torch.isin(starts, firsts), len(pairs) == 1)
+        starts = np.concatenate([begin + size * np.arange((end - begin) // size) for begin, end in pairs])
+        return cls(starts, ~np.isin(starts, [begin for begin, _ in pairs]), len(pairs) == 1)
 
     def cut(self, x: Tensor, size: int) -> Tensor:
         """[s, ...] -> [w, m, ...]."""
         if self.is_even:
             return x[: len(self.starts) * size].unflatten(0, (len(self.starts), size))
-        places = self.starts[:, None] + torch.arange(size)
-        return x[places.to(x.device, non_blocking=True)]
+        return x[move_to(x, self.starts)[:, None] + torch.arange(size, device=x.device)]
 
 
 class Compressor(MegatronModule):
@@ -96,15 +95,20 @@ class Compressor(MegatronModule):
         if self.overlaps:
             content, gate = (_put_before(x, windows.follows, fill) for x, fill in ((content, 0.0), (gate, -torch.inf)))
         entries = self.norm((content * gate.softmax(1).to(content.dtype)).sum(1))
-        first = windows.starts.to(products.device, non_blocking=True)
+        first = move_to(products, windows.starts)
         return rotate_last(entries, rotation._replace(cos=rotation.cos[first], sin=rotation.sin[first]))
 
 
-def _put_before(x: Tensor, follows: Tensor, fill: float) -> Tensor:
+def move_to(like: Tensor, numbers: np.ndarray) -> Tensor:
+    """Numbers of the host, int64 or bool, as a tensor on the device of another one."""
+    return torch.tensor(numbers.tolist(), dtype=torch.from_numpy(numbers[:0]).dtype).to(like.device, non_blocking=True)
+
+
+def _put_before(x: Tensor, follows: np.ndarray, fill: float) -> Tensor:
     """[w, m, b, 2 d] -> [w, 2 m, b, d]: the first half of the window before, or `fill`, and the second of this one."""
     before, own = x.chunk(2, dim=-1)
     shifted = torch.cat((torch.full_like(before[:1], fill), before[:-1]))
-    missing = ~follows.to(x.device, non_blocking=True).view(-1, 1, 1, 1)
+    missing = ~move_to(x, follows).view(-1, 1, 1, 1)
     return torch.cat((shifted.masked_fill(missing, fill), own), dim=1)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,13 +35,13 @@ _FEWEST_ROWS = 64
 class Sight(NamedTuple):
     """Bounds of what each query may see, int64 [s] each, on the host."""
 
-    place: Tensor
+    place: np.ndarray
     """Place of the query's token among the tokens."""
-    first: Tensor
+    first: np.ndarray
     """The first token that it sees."""
-    begin: Tensor
+    begin: np.ndarray
     """The first entry that it may see."""
-    end: Tensor
+    end: np.ndarray
     """Behind the last one."""
 
 
@@ -54,7 +55,7 @@ class EntryPlaces:
         """Entries that a query may see at most."""
         self._window = int((sight.place - sight.first).max()) + 1
         # Pieces of context-parallel ranks do not follow one another.
-        breaks = (sight.place.diff() != 1).nonzero().flatten() + 1
+        breaks = np.flatnonzero(np.diff(sight.place) != 1) + 1
         self._bounds = [0, *breaks.tolist(), len(sight.place)]
 
     def blocks(self, elements: int) -> Iterator[QueryBlock]:
@@ -81,10 +82,10 @@ class EntryPlaces:
     def _list_entries(self, rows: slice) -> slice:
         return slice(int(self.sight.begin[rows.start]), int(self.sight.end[rows.stop - 1]))
 
-    def _is_within(self, keys: slice, first: Tensor, end: Tensor, rows: slice) -> Tensor:
-        numbers = torch.arange(keys.start, keys.stop)
-        within = (numbers >= first[rows, None]) & (numbers < end[rows, None])
-        return within.to(self.device, non_blocking=True)
+    def _is_within(self, keys: slice, first: np.ndarray, end: np.ndarray, rows: slice) -> Tensor:
+        numbers = torch.arange(keys.start, keys.stop, device=self.device)
+        bounds = torch.tensor([first[rows].tolist(), end[rows].tolist()]).to(self.device, non_blocking=True)
+        return (numbers >= bounds[0, :, None]) & (numbers < bounds[1, :, None])
 
 
 class Attended(NamedTuple):
