@@ -21,6 +21,7 @@ from megatron.core.setting import FieldKind
 from megatron.core.transformer.config_fields.adapters import AdapterFields
 from megatron.core.transformer.config_fields.architecture import ArchitectureFields
 from megatron.core.transformer.config_fields.attention import AttentionFields
+from megatron.core.transformer.config_fields.compressed_attention import CompressedAttentionFields
 from megatron.core.transformer.config_fields.hyper_connections import HyperConnectionFields
 from megatron.core.transformer.config_fields.latent_attention import LatentAttentionFields
 from megatron.core.transformer.config_fields.moe import MoEFields
@@ -50,7 +51,7 @@ _DOCUMENT, _TENSORS = "config.json", "tensors.json"
 # Classes whose fields say what the model is.
 _MODEL = (
     ArchitectureFields, AttentionFields, LatentAttentionFields, SparseAttentionFields, StateMixerFields, PositionFields,
-    HyperConnectionFields, MoEFields, MTPFields, MuPFields, AdapterFields, GPTModelFlags,
+    CompressedAttentionFields, HyperConnectionFields, MoEFields, MTPFields, MuPFields, AdapterFields, GPTModelFlags,
 )  # fmt: skip
 # Names code to run, which only a user's own command line may do.
 _NEVER = "spec"

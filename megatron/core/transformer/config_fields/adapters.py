@@ -52,7 +52,7 @@ class AdapterFields(MoEFields):
     lora_target_modules: list[str] | None = flag(None, nargs="+", metavar="NAME", kind="function", needs=_LORA)
     """Layers with adapters: names of ours (linear_qkv), of Hugging Face (q_proj), or patterns of paths
     (*.layers.0.*.linear_proj). All linear layers of attention and MLPs when not given."""
-    lora_exclude: list[str] = flag(default_factory=list, nargs="+", metavar="NAME", kind="function", needs=_LORA)
+    lora_exclude: list[str] | None = flag(None, nargs="+", metavar="NAME", kind="function", needs=_LORA)
     """Layers without adapters, of those that --lora-target-modules chooses; names and patterns as there."""
 
     @property
@@ -89,7 +89,7 @@ class AdapterFields(MoEFields):
             projection
             for projection in projections
             if (layer in _USUAL if chosen is None else is_named(projection, chosen))
-            and not is_named(projection, self.lora_exclude)
+            and not is_named(projection, self.lora_exclude or [])
         ]
 
     def problems(self) -> Iterator[str]:
@@ -99,7 +99,7 @@ class AdapterFields(MoEFields):
         known = {*PROJECTIONS, *(layer for layers in PROJECTIONS.values() for layer in layers)}
         for flag_name, names in (
             ("lora_target_modules", self.lora_target_modules or []),
-            ("lora_exclude", self.lora_exclude),
+            ("lora_exclude", self.lora_exclude or []),
         ):
             for name in names:
                 if name not in known and "*" not in name:

@@ -128,7 +128,13 @@ BASES = ("", f"{_EFFECTIVE} rope --use-rope-scaling",
          "--num-layers 2 --multi-latent-attention --position-embedding-type rope --disable-bias-linear "
          "--qk-head-dim 8 --v-head-dim 8 --qk-pos-emb-head-dim 8 --experimental-attention-variant dsa "
          "--dsa-indexer-n-heads 2 --dsa-indexer-head-dim 16 --dsa-indexer-topk 8 "
-         "--dsa-indexer-topk-freq 2", "--enable-hyper-connections", "--enable-mhc-connections")  # fmt: skip
+         "--dsa-indexer-topk-freq 2", "--enable-hyper-connections", "--enable-mhc-connections", "--lora-rank 4",
+         "--num-layers 2 --num-attention-heads 4 --multi-latent-attention --experimental-attention-variant dsv4_hybrid "
+         "--csa-compress-ratios [4,5] --dsa-indexer-topk 8 --attention-dropout 0 --ffn-hidden-size 64 "
+         "--q-lora-rank 16 --qk-pos-emb-head-dim 4 --v-head-dim 10 --o-groups 2 "
+         "--o-lora-rank 6 --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 8 --position-embedding-type rope "
+         "--disable-bias-linear --normalization RMSNorm --swiglu --num-experts 4 --moe-ffn-hidden-size 24 "
+         "--moe-router-score-function sqrtsoftplus --moe-n-hash-layers 1 --actual-vocab-size 128")  # fmt: skip
 
 
 @functools.cache
@@ -241,6 +247,7 @@ LEFT_OUT = {
     "use_torch_fsdp2": "a command line makes other settings of it",
     "use_megatron_fsdp": "likewise",
     "elastic_layouts": "likewise: the sizes of a layout",
+    "site_topology": "it reads a file of hosts",
     "optimizer": "likewise: dist_muon",
     "recompute_activations": "likewise, as all switches of GPTModelFlags",
     "window_size": "written as one text",
