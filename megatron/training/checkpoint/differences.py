@@ -87,9 +87,12 @@ def refuse_another_function(changes: Sequence[Change], what: str, *, is_overridd
     what: the checkpoint, for the sentence. is_overridden: --override-model-settings was given.
     """
     refused = [change for change in changes if change.setting.kind == "function"]
-    # Adapters start at zero: with them the weights of a model without compute the same.
-    if any(change.setting.dest == "lora_rank" and change.then is None for change in refused):
-        refused = [change for change in refused if not change.setting.dest.startswith("lora_")]
+    # Adapters start at zero: with them the weights of a model without compute the same. Others than were saved do not.
+    adapters = [change for change in changes if change.setting.dest.startswith("lora_")]
+    if any(change.setting.dest == "lora_rank" and change.then is None for change in adapters):
+        refused = [change for change in refused if change not in adapters]
+    else:
+        refused += [change for change in adapters if change.setting.kind == "shape"]
     if not refused or is_overridden:
         return
     # What follows from a setting that a user wrote (the width of heads from their number) need not be said.

@@ -50,6 +50,7 @@ BASES = (
     "--dsa-indexer-head-dim 16 --dsa-indexer-topk 4 --attention-dropout 0",
     "--use-mup --mup-base-hidden-size 32",
     "--parallel-residual",
+    "--lora-rank 4",
     "--enable-hyper-connections --mhc-init-gating-factor 2 --mhc-sinkhorn-iterations 1",
     "--hybrid-layer-pattern L*",
     "--use-mup",
@@ -94,6 +95,9 @@ def build(flags: str) -> Any:
     model = recipe.build_model(pre_process=True, post_process=True, pg_collection=ProcessGroupCollection.single())
     declare_vocabulary(model, recipe.vocab_size)
     materialise_parameters(model, seed=5, device=torch.device("cpu"))
+    for name, parameter in model.named_parameters():
+        if name.endswith(".adapter.linear_out.weight"):  # which start at zero
+            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(5))
     return model.eval()
 
 

@@ -39,7 +39,7 @@ _USUAL = {layer for layers in PROJECTIONS.values() for layer in layers} - {"in_p
 class AdapterFields(MoEFields):
     """Rank, scale and places of adapters."""
 
-    lora_rank: int | None = flag(None, minimum=1, maximum=65536, kind="function")
+    lora_rank: int | None = flag(None, minimum=1, maximum=65536, kind="shape")
     """Train adapters instead of the model's weights, which stay as they were loaded: y = x (W + s B A)^T with A [rank,
     in] and B [out, rank], which starts at zero (Hu et al., 2021). Each projection has one, as in peft: queries, keys
     and values one each."""
@@ -49,10 +49,10 @@ class AdapterFields(MoEFields):
     """lora: the scale of adapters is alpha / rank; rslora: alpha / sqrt(rank) (Kalajdzievski, 2023)."""
     lora_dropout: float = flag(0.0, minimum=0, maximum=0.99, kind="numerics", needs=_LORA)
     """Fraction of an adapter's input channels that is dropped in training; the layer itself sees all of them."""
-    lora_target_modules: list[str] | None = flag(None, nargs="+", metavar="NAME", kind="function", needs=_LORA)
+    lora_target_modules: list[str] | None = flag(None, nargs="+", metavar="NAME", kind="shape", needs=_LORA)
     """Layers with adapters: names of ours (linear_qkv), of Hugging Face (q_proj), or patterns of paths
     (*.layers.0.*.linear_proj). All linear layers of attention and MLPs when not given."""
-    lora_exclude: list[str] | None = flag(None, nargs="+", metavar="NAME", kind="function", needs=_LORA)
+    lora_exclude: list[str] | None = flag(None, nargs="+", metavar="NAME", kind="shape", needs=_LORA)
     """Layers without adapters, of those that --lora-target-modules chooses; names and patterns as there."""
 
     @property
