@@ -39,12 +39,17 @@ def build_gpt_recipe(config: RunConfig, tokenizer: Tokenizer | None = None) -> R
     tokenizer: built from the settings when None. Raises ConfigError or DataError for a vocabulary that cannot be used.
     """
     tokenizer = tokenizer or build_tokenizer(config)
-    padded_vocab_size = compute_padded_vocab_size(config, tokenizer)
+    vocab_size, padded_vocab_size = compute_vocab_size(config, tokenizer), compute_padded_vocab_size(config, tokenizer)
+    if config.model.moe_n_hash_layers and (config.model.actual_vocab_size or 0) < vocab_size:
+        raise ConfigError(
+            f"--actual-vocab-size {config.model.actual_vocab_size} has no experts for the last of {vocab_size} tokens; "
+            f"give {vocab_size}"
+        )
     # Rotary positions are computed, so they end nowhere; learned ones are a table with an end.
     learns_positions = config.model.position_embedding_type == "learned_absolute"
     return Recipe(
         tokenizer=tokenizer,
-        vocab_size=compute_vocab_size(config, tokenizer),
+        vocab_size=vocab_size,
         padded_vocab_size=padded_vocab_size,
         build_model=functools.partial(build_gpt_model, config, padded_vocab_size),
         build_datasets=functools.partial(build_gpt_datasets, config, tokenizer),

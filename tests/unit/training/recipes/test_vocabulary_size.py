@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.core.errors import ConfigError
+from megatron.training.recipes.gpt import build_gpt_recipe
 from megatron.training.recipes.vocabulary import build_tokenizer, compute_padded_vocab_size, compute_vocab_size
 from tests.preprocess_runs import DATA
 from tests.support.run_flags import run_config
@@ -68,3 +69,13 @@ def test_ids_of_the_null_tokenizer() -> None:
     assert (tokenizer.eod, tokenizer.pad) == (7, 3)
     with pytest.raises(ConfigError, match="--null-tokenizer-eod-id 50 is outside --vocab-size 50"):
         build_tokenizer(run_config("--vocab-size 50 --null-tokenizer-eod-id 50"))
+
+
+def test_a_table_of_experts_holds_the_vocabulary() -> None:
+    routed = "--num-experts 4 --moe-router-score-function sqrtsoftplus --moe-n-hash-layers 1 --vocab-size 100"
+    with pytest.raises(ConfigError, match="--actual-vocab-size 99 has no experts for the last of 100 tokens; give 100"):
+        build_gpt_recipe(run_config(f"{routed} --actual-vocab-size 99 --tokenizer-type NullTokenizer"))
+    assert (
+        build_gpt_recipe(run_config(f"{routed} --actual-vocab-size 100 --tokenizer-type NullTokenizer")).vocab_size
+        == 100
+    )
