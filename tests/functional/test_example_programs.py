@@ -148,6 +148,9 @@ def test_lm_evaluation_harness_gives_what_it_gives_for_hugging_face(
     result = tmp_path / "engine.json"
     asked = ["--load", checkpoint, "--tasks", "local_choice", "--include-path", tasks, "--output", result]
     monkeypatch.setattr(sys, "argv", ["evaluate", *map(str, asked)])
+    # Accelerate, which the harness's model uses, takes these for a job of several processes.
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
     assert evaluate() == 0
     reference = evaluate_hugging_face(model, tasks)
     for done in finish(programs):
