@@ -179,8 +179,8 @@ def _list_modules(entry: Entry, adapter: Adapter) -> list[str]:
     modules = [name.removesuffix(".weight") for name in entry.names[0]]
     if len(modules) != len(adapter.projections) or entry.row.transposed or entry.is_by_expert:
         raise ConfigError(
-            f"--adapter: {', '.join(modules)} of this family is not one linear layer for each of "
-            f"{', '.join(adapter.projections)}, which have an adapter each; leave --adapter out to merge them"
+            f"peft's files: {', '.join(modules)} of this family is not one linear layer for each of "
+            f"{', '.join(adapter.projections)}, which have an adapter each; merge them with convert, without --adapter"
         )
     return modules
 

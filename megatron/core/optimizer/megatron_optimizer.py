@@ -96,7 +96,9 @@ class MegatronOptimizer(UpstreamMethods):
         buffers = [buffer for chunk in model_chunks for buffer in chunk.flat_buffers]
         # A stage may be frozen; it takes part in the others' norms and counts.
         if not any(all_gather_object(bool(buffers), groups.pp)):
-            raise ValueError("the model has no parameter that requires a gradient; there is nothing to optimize")
+            raise ConfigError(
+                "no parameter of the model is trained; with --lora-rank, --lora-target-modules must name layers that it has"
+            )
         self._groups = make_param_groups(
             buffers,
             config,

@@ -338,7 +338,7 @@ class FP8Matmul(Product, HasScales):
         return quantise_tensor(matrix, dtype, compute_scale(amax, dtype, margin=margin))
 
     def _find_bits(self, operand: int, device: torch.device) -> Tensor | None:
-        """Where a kernel notes the bits of an operand's amax; None in a validation, which leaves no trace in a step."""
+        """The place where a kernel notes the bits of an amax; None in validation, which leaves no trace in a step."""
         if self.training and self._noted_bits[operand] is None:
             self._noted_bits[operand] = self._states.take(device)
         return self._noted_bits[operand] if self.training else None

@@ -23,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.errors import ConfigError
 from megatron.core.placement import get_placement
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
@@ -156,14 +155,11 @@ class Adapter(nn.Module):
 
 def add_adapters(model: nn.Module, config: TransformerConfig) -> None:
     """Give the linear layers that the config names their adapters, if any, and freeze all other parameters. Theirs are
-    filled with the model's.
-
-    Raises ConfigError where it names none, or a layer that cannot have one.
+    filled with the model's. A pipeline stage may have none of the layers; the optimizer refuses a model without any.
     """
     if config.lora_rank is None:
         return
     model.requires_grad_(False)
-    added = 0
     for path, layer in list(model.named_modules()):
         name = path.rpartition(".")[2]
         if not isinstance(layer, Linear):
@@ -173,12 +169,6 @@ def add_adapters(model: nn.Module, config: TransformerConfig) -> None:
         chosen = config.list_adapted(place, tuple(dict.fromkeys(projection for projection, _ in rows)))
         if chosen:
             layer.adapter = Adapter(layer, config, rows, chosen)
-            added += 1
-    if not added:
-        raise ConfigError(
-            f"--lora-rank {config.lora_rank}: no layer of this stage has an adapter by --lora-target-modules "
-            f"{config.lora_target_modules} and --lora-exclude {config.lora_exclude}; name other layers"
-        )
 
 
 def _list_rows(name: str, layer: Linear) -> Iterator[tuple[str, int]]:

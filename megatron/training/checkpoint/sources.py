@@ -172,7 +172,7 @@ class LocalSource(OurSource):
 
 
 class _UpstreamSource(CheckpointSource):
-    """What both formats of upstream's have in common: `common`, the state beside the tensors."""
+    """A checkpoint in one of upstream's formats, both of which have `common`, the state in addition to the tensors."""
 
     def __init__(self, run: Run, path: Path, common: CommonState) -> None:
         super().__init__(run, path)
