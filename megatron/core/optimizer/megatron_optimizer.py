@@ -97,7 +97,7 @@ class MegatronOptimizer(UpstreamMethods):
         # A stage may be frozen; it takes part in the others' norms and counts.
         if not any(all_gather_object(bool(buffers), groups.pp)):
             raise ConfigError(
-                "no parameter of the model is trained; with --lora-rank, --lora-target-modules must name layers that it has"
+                "no parameter of the model is trained; with --lora-rank, --lora-target-modules must name layers of it"
             )
         self._groups = make_param_groups(
             buffers,

@@ -242,7 +242,7 @@ def test_unknown_rules_and_bare_modules_are_refused() -> None:
         get_megatron_optimizer(OptimizerConfig(optimizer="adaptive_muon"), [model])
     with pytest.raises(TypeError, match="found Sequential"):
         get_megatron_optimizer(OptimizerConfig(), [tiny_network()])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="nothing to optimize"):
+    with pytest.raises(ConfigError, match="no parameter of the model is trained"):
         wrapped(tiny_network().requires_grad_(False))
 
 
