@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.many_sites.formats import count_padded, decode, encode
 from megatron.training.launch.initialize import shut_down
 from megatron.training.loop import open_batches
 from megatron.training.step import train_step
@@ -35,14 +36,37 @@ finish(setup(config, initialize(config), dataclasses.replace(build_gpt_recipe(co
 SITES, ITERATIONS, BATCH = 2, 8, 8
 
 
-def simulate(replicas: int, steps: int, fragments: int = 1, overlap: int = 0, mixing: float = 0.0) -> list[float]:
+def round_in(form: str, value: torch.Tensor) -> torch.Tensor:
+    """A tensor after a journey in this format."""
+    flat = torch.zeros(count_padded(value.numel(), form))
+    flat[: value.numel()] = value.flatten()
+    return decode(encode(flat, form), flat.numel(), form)[: value.numel()].view_as(value)
+
+
+def average(form: str, deltas: list[torch.Tensor], lost: list[torch.Tensor]) -> torch.Tensor:
+    """The mean of what the sites send. What each rounds away, the first one also of the mean, it adds next time."""
+    exact = torch.zeros_like(deltas[0])
+    for delta, own in zip(deltas, lost, strict=True):
+        wanted = delta + own
+        sent = round_in(form, wanted)
+        own.copy_(wanted - sent)
+        exact += sent / SITES
+    mean = round_in(form, exact)
+    lost[0].add_(exact - mean, alpha=SITES)
+    return mean
+
+
+def simulate(
+    replicas: int, steps: int, *, iterations: int = ITERATIONS, fragments: int = 1, overlap: int = 0,
+    mixing: float = 0.0, form: str = "fp32",
+) -> list[float]:  # fmt: skip
     """Train two models in turns, with torch's SGD for the outer steps; the mean of their losses after each step.
 
     replicas: of a site, which take neighbouring samples: one that takes as many at once stands for them.
     """
-    share = ["--global-batch-size", str(BATCH // SITES), "--train-iters", str(ITERATIONS)]
+    share = ["--global-batch-size", str(BATCH // SITES), "--train-iters", str(iterations)]
     share += ["--micro-batch-size", str(replicas)]
-    data = [RandomTokens(BATCH * ITERATIONS), None, None]
+    data = [RandomTokens(BATCH * iterations), None, None]
     runs = [prepare(*FLAGS, *share, build_datasets=lambda _: data) for _ in range(SITES)]
     batches = []
     for site, run in enumerate(runs):
@@ -59,17 +83,18 @@ def simulate(replicas: int, steps: int, fragments: int = 1, overlap: int = 0, mi
     optimizers = {
         name: torch.optim.SGD([value], lr=0.7, momentum=0.9, nesterov=True) for name, value in outer.items()
     }  # fmt: skip
+    lost = [{name: torch.zeros_like(value) for name, value in outer.items()} for _ in runs]
     losses, due = [], []
-    for iteration in range(1, ITERATIONS + 1):
+    for iteration in range(1, iterations + 1):
         results = [train_step(run, batch) for run, batch in zip(runs, batches, strict=True)]
         losses.append(sum(float(result.losses["lm loss"]) for result in results) / SITES)
         for fragment in range(fragments):
             if (iteration + fragment * steps // fragments) % steps == 0:
                 for name in filter(lambda name: find_fragment(name) == fragment, outer):
-                    delta = sum(outer[name].detach() - mine[name].detach() for mine in weights) / SITES
-                    due.append((iteration + overlap, name, delta))
-        for _, name, delta in [entry for entry in due if entry[0] == iteration]:
-            outer[name].grad = delta
+                    deltas = [outer[name].detach() - mine[name].detach() for mine in weights]
+                    due.append((iteration + overlap, name, average(form, deltas, [own[name] for own in lost])))
+        for _, name, mean in [entry for entry in due if entry[0] == iteration]:
+            outer[name].grad = mean
             optimizers[name].step()
             for mine in weights:
                 mine[name].data.lerp_(outer[name].data, 1 - mixing)
@@ -111,10 +136,11 @@ def check(programs: list[Program]) -> None:
 PLAIN = ["--diloco-inner-steps", "3"]
 STREAMING = (
     "--diloco-sync-interval 4 --diloco-fragments 2 --diloco-overlap-steps 1 --diloco-mixing 0.5 "
-    "--use-distributed-optimizer"
+    "--use-distributed-optimizer --diloco-exchange-dtype bf16"
 ).split()
+STREAMED: dict[str, Any] = {"steps": 4, "mixing": 0.5}
 LAYOUTS = {
-    "two ranks": (2, []),
+    "eight bits": (2, ["--diloco-exchange-dtype", "int8"]),
     "replicas": (4, []),
     "divided state": (4, ["--use-distributed-optimizer"]),
     "tensor parallel": (4, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
@@ -134,8 +160,8 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     ("flags", "sizes", "layouts"),
     [
-        (PLAIN, {"steps": 3}, ("two ranks", "replicas", "tensor parallel")),
-        (STREAMING, {"steps": 4, "fragments": 2, "overlap": 1, "mixing": 0.5}, ("divided state", "pipeline")),
+        (PLAIN, {"steps": 3}, ("eight bits", "replicas", "tensor parallel")),
+        (STREAMING, STREAMED | {"fragments": 2, "overlap": 1, "form": "bf16"}, ("divided state", "pipeline")),
     ],
     ids=["plain", "streaming"],
 )
@@ -148,8 +174,8 @@ def test_sites_train_as_the_simulation_says(
         programs += start(tmp_path / name, ranks, *flags, *layout)
     check(programs)
     for name in layouts:
-        ranks, layout = LAYOUTS[name]
-        expected = simulate(ranks // SITES if layout in ([], ["--use-distributed-optimizer"]) else 1, **sizes)
+        replicas = 2 if name in ("replicas", "divided state") else 1
+        expected = simulate(replicas, **sizes | ({"form": "int8"} if name == "eight bits" else {}))
         assert read_losses(tmp_path / name) == pytest.approx(expected, abs=2e-5), name
 
 
@@ -160,6 +186,8 @@ def test_a_resumed_run_is_the_same_with_an_exchange_under_way_and_rounded_number
     flags = [*STREAMING, "--diloco-fragments", "1", "--diloco-overlap-steps", "2", "--diloco-exchange-dtype", "e3m0"]
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     check(start(whole, 2, *flags, iterations=12))
+    expected = simulate(1, **STREAMED, iterations=12, overlap=2, form="e3m0")
+    assert read_losses(whole) == pytest.approx(expected, abs=2e-5)
     keeps = ["--save", tmp_path / "saved", "--load", tmp_path / "saved", "--save-interval", "4"]
     check(start(parted, 2, *flags, *keeps, "--exit-interval", "4", iterations=12))
     assert (tmp_path / "saved" / "site_1" / "iter_0000004").is_dir()
