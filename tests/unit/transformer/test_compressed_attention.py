@@ -273,7 +273,7 @@ def test_parameters_are_counted() -> None:
         (f"{COMPRESSED} --o-groups 3", "--o-groups 3 does not divide --num-attention-heads 4"),
         (f"{COMPRESSED} --v-head-dim 4", "is not above --qk-pos-emb-head-dim 4"),
         (f"{COMPRESSED} --attention-dropout 0.1", "has no --attention-dropout 0.1; use --attention-dropout 0"),
-        (f"{COMPRESSED} --mtp-num-layers 1", "has no --mtp-num-layers 1; leave it out"),
+        (f"{COMPRESSED} --mtp-num-layers 2", "has 3 entries, and --num-layers 3 and --mtp-num-layers 2; give one per"),
         (f"{COMPRESSED} --window-size 3,0", "use --csa-window-size"),
         (f"{COMPRESSED} --qk-layernorm", "latent vectors and keys are always normalised"),
         (f"{LATENT} --dsa-indexer-topk 2 --hybrid-layer-pattern WC+", "write one of C, H and W for +"),

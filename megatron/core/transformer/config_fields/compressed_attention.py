@@ -32,8 +32,8 @@ class CompressedAttentionFields(SparseAttentionFields):
     """Tokens that a token sees as they are, itself among them."""
     csa_compress_ratios: int | list[int] | None = flag(None, parse=layer_pattern, kind="shape", needs=_VARIANT)
     """One entry per layer such as [0,0,4]+[128,4]*20: 0 for only a window; 4 for entries of so many tokens, of which an
-    indexer chooses some; another number, 128 in DeepSeek-V4, for entries of which all are seen. Further entries are for
-    multi-token prediction."""
+    indexer chooses some; another number, 128 in DeepSeek-V4, for entries of which all are seen. Behind them one for
+    each layer of multi-token prediction."""
     csa_compress_rotary_base: int = flag(40000, minimum=1, parse=whole_or_decimal, kind="function", needs=_COMPRESSED)
     """Base of rotary frequencies in layers with entries, which YaRN stretches; --rotary-base is for the others. 160000
     in the published DeepSeek-V4."""
@@ -85,8 +85,13 @@ class CompressedAttentionFields(SparseAttentionFields):
                 "for each, such as [0,0,4]+[128,4]*20"
             )
             return
-        if self.num_layers and len(ratios) < self.num_layers:
-            yield f"--csa-compress-ratios has {len(ratios)} entries, and {self.say('num_layers')}; give one per layer"
+        depths = 1 if self.mtp_num_layers and self.mtp_use_repeated_layer else self.mtp_num_layers or 0
+        if self.num_layers and len(ratios) < self.num_layers + depths:
+            further = f" and {self.say('mtp_num_layers')}" if depths else ""
+            yield (
+                f"--csa-compress-ratios has {len(ratios)} entries, and {self.say('num_layers')}{further}; give one per "
+                "layer"
+            )
         odd = next((ratio for ratio in ratios if ratio and ratio < SPARSE_RATIO), None)
         if odd is not None:
             yield f"--csa-compress-ratios has the entry {odd}; use 0, {SPARSE_RATIO} or more, such as {HEAVY_RATIO}"
@@ -126,7 +131,6 @@ class CompressedAttentionFields(SparseAttentionFields):
             (self.rotary_base_local is not None, self.say("rotary_base_local"),
              "use --rotary-base and --csa-compress-rotary-base"),
             (self.mscale_all_dim != 0, self.say("mscale_all_dim"), "leave it out: scores have no factor"),
-            (self.mtp_num_layers is not None, self.say("mtp_num_layers"), "leave it out"),
             (self.hybrid_context_parallel, "--hybrid-context-parallel", "use --context-parallel-size"),
             (self.cuda_graph_impl != "none", self.say("cuda_graph_impl"), "leave it out"),
         ):  # fmt: skip
