@@ -107,8 +107,8 @@ OPTIONS = {
     # DeepSeek-V4: a window, chosen entries and all, streams, experts by a table, and one more token.
     "compressed": """--multi-latent-attention --experimental-attention-variant dsv4_hybrid
         --csa-compress-ratios [0,4,5,4,4] --mtp-num-layers 1 --q-lora-rank 13 --qk-pos-emb-head-dim 4 --v-head-dim 10
-        --csa-window-size 5 --o-groups 2 --o-lora-rank 6 --dsa-indexer-n-heads 3 --dsa-indexer-head-dim 8 --dsa-indexer-topk 2
-        --dsa-indexer-loss-coeff 0.5 --dsa-indexer-use-sparse-loss --enable-hyper-connections
+        --csa-window-size 5 --o-groups 2 --o-lora-rank 6 --dsa-indexer-n-heads 3 --dsa-indexer-head-dim 8
+        --dsa-indexer-topk 2 --dsa-indexer-loss-coeff 0.5 --dsa-indexer-use-sparse-loss --enable-hyper-connections
         --num-residual-streams 2 --position-embedding-type rope --normalization RMSNorm --swiglu
         --disable-bias-linear --untie-embeddings-and-output-weights --num-experts 4 --moe-ffn-hidden-size 24
         --moe-shared-expert-intermediate-size 24 --moe-router-score-function sqrtsoftplus

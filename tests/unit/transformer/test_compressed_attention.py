@@ -43,6 +43,7 @@ VARIANT = "--experimental-attention-variant dsv4_hybrid --num-layers 3 --csa-com
 COMPRESSED = f"{LATENT} {VARIANT} --dsa-indexer-topk 2"
 LOSS = "--dsa-indexer-loss-coeff 0.7"
 TABLES = "--num-experts 4 --moe-router-score-function sqrtsoftplus --moe-n-hash-layers 2 --actual-vocab-size 64"
+FURTHER = f"{COMPRESSED} --csa-compress-ratios [0,4,6,4,0] --mtp-num-layers 2"
 TOKENS, BATCH, BOUNDS = 19, 2, [0, 3, 12, 19]
 
 
@@ -232,6 +233,25 @@ def test_letters_are_the_same_layers() -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "decoder"),
+    [(FURTHER, [0, 4, 6]), (f"{LATENT} --dsa-indexer-topk 2 --hybrid-layer-pattern WCH/C/C", [0, 4, 128])],
+)
+def test_further_tokens_have_ratios_and_positions_of_their_own(flags: str, decoder: list[int]) -> None:
+    """Those behind the decoder's, whatever its last layer has."""
+    model = build_model(f"{flags} {LOSS}")
+    cores = [part for part in model.modules() if isinstance(part, CompressedSelfAttention)]
+    turned = []
+    for attention in cores:
+        attention.register_forward_pre_hook(
+            lambda part, args: turned.append(next(x for x in args if isinstance(x, Rotation)).cos)
+        )
+    _, grads = losses_and_grads(model)
+    assert [attention.core_attention.ratio for attention in cores] == [*decoder, 4, 4 * ("/" in flags)]
+    assert [torch.equal(cos, turned[1]) for cos in turned] == [False, True, True, True, "/" in flags]
+    assert all(grad.abs().sum() > 0 for name, grad in grads.items() if name.startswith("mtp."))
+
+
+@pytest.mark.parametrize(
     "other",
     [
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
@@ -254,12 +274,15 @@ def test_recomputed_layers_are_the_same_function(other: str) -> None:
 
 
 def test_parameters_are_counted() -> None:
-    """As the plan counts them; tables are no parameters that anything trains."""
-    for flags in (f"{COMPRESSED} --swiglu {TABLES}", f"{COMPRESSED} --csa-dense-mode"):
+    """As the plan counts them; nothing trains tables, and of further tokens it counts the layers."""
+    for flags in (f"{COMPRESSED} --swiglu {TABLES}", f"{COMPRESSED} --csa-dense-mode", FURTHER):
         config, model = read_config(flags), build_model(flags)
-        trained = sum(param.numel() for name, param in model.named_parameters() if "tid2eid" not in name)
+        names = {name for name in dict(model.named_parameters()) if "mtp." not in name or "mtp_model_layer" in name}
+        trained = sum(
+            param.numel() for name, param in model.named_parameters() if name in names and "tid2eid" not in name
+        )
         counts = count_parameters(config.model, padded_vocab_size=VOCAB_SIZE, untied=False)
-        assert counts.decoder.sum_of_all + counts.embedding == trained
+        assert counts.total == trained
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,12 @@ def documents(checkpoint: Path, name: str) -> dict:
     return json.loads((checkpoint / f"{name}.json").read_text())
 
 
+_DEEPSEEK_V4 = """--multi-latent-attention --experimental-attention-variant dsv4_hybrid --csa-compress-ratios [0,4,4]
+    --q-lora-rank 13 --qk-pos-emb-head-dim 4 --v-head-dim 10 --csa-window-size 5 --o-groups 2 --o-lora-rank 6
+    --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 8 --dsa-indexer-topk 2 --dsa-indexer-loss-coeff 0.5
+    --enable-hyper-connections --mtp-num-layers 1 --position-embedding-type rope --normalization RMSNorm
+    --disable-bias-linear --attention-dropout 0 --ffn-hidden-size 24 --swiglu --num-experts 4
+    --moe-router-score-function sqrtsoftplus --moe-router-enable-expert-bias --moe-n-hash-layers 1 --actual-vocab-size 64"""
 _CHOSEN = """--multi-latent-attention --position-embedding-type rope --kv-lora-rank 8 --qk-head-dim 6 --v-head-dim 5
     --qk-pos-emb-head-dim 4 --disable-bias-linear --normalization RMSNorm --experimental-attention-variant dsa
     --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 8 --dsa-indexer-topk 5 --dsa-indexer-loss-coeff 0.5
@@ -43,7 +49,7 @@ _CHOSEN = """--multi-latent-attention --position-embedding-type rope --kv-lora-r
 
 
 @pytest.mark.flags("--save", "--save-interval", "--load")
-@pytest.mark.parametrize("model", ["", "--enable-hyper-connections", "--enable-mhc-connections --bf16", _CHOSEN])
+@pytest.mark.parametrize("model", ["", _DEEPSEEK_V4, "--enable-mhc-connections --bf16", _CHOSEN])
 def test_resumed_run_is_bit_identical_with_dropout(tmp_path: Path, model: str) -> None:
     flags = model.split()
     whole = train_tiny(*flags, "--metrics-dir", tmp_path / "whole")
