@@ -41,7 +41,8 @@ _DEEPSEEK_V4 = """--multi-latent-attention --experimental-attention-variant dsv4
     --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 8 --dsa-indexer-topk 2 --dsa-indexer-loss-coeff 0.5
     --enable-hyper-connections --mtp-num-layers 1 --position-embedding-type rope --normalization RMSNorm
     --disable-bias-linear --attention-dropout 0 --ffn-hidden-size 24 --swiglu --num-experts 4
-    --moe-router-score-function sqrtsoftplus --moe-router-enable-expert-bias --moe-n-hash-layers 1 --actual-vocab-size 64"""
+    --moe-router-score-function sqrtsoftplus --moe-router-enable-expert-bias --moe-n-hash-layers 1
+    --actual-vocab-size 64"""
 _CHOSEN = """--multi-latent-attention --position-embedding-type rope --kv-lora-rank 8 --qk-head-dim 6 --v-head-dim 5
     --qk-pos-emb-head-dim 4 --disable-bias-linear --normalization RMSNorm --experimental-attention-variant dsa
     --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 8 --dsa-indexer-topk 5 --dsa-indexer-loss-coeff 0.5
