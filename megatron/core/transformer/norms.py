@@ -289,8 +289,8 @@ def _scale(weight: Tensor, zero_centered: bool) -> Tensor:
 
 def normalise_length(x: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) over the last dimension: [..., d] -> [..., d] in x's dtype, computed in float32."""
-    wide = at_least_float32(x)
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    # Torch's kernel keeps x as it is for backward; elementary operations would keep it in float32.
+    return F.rms_norm(x, (x.shape[-1],), eps=eps)
 
 
 # ---- operations
