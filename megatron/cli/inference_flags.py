@@ -21,12 +21,13 @@ from megatron.training.flags.parser import read_command_line
 _BEGIN = "--inference-dynamic-batching-"
 _NOTES: dict[str, tuple[str, ...]] = {
     "is always so here": (
-        "--inference-dynamic-batching", "--enable-chunked-prefill", "--cache-mla-latents",
+        "--inference-dynamic-batching", "--enable-chunked-prefill", "--cache-mla-latents", "--decode-only-cuda-graphs",
     ),
-    "has no effect: passes are not recorded as CUDA graphs": (
-        f"{_BEGIN}num-cuda-graphs", f"{_BEGIN}cuda-graph-mixed-prefill-count", "--decode-only-cuda-graphs",
-        f"{_BEGIN}cuda-graph-sizing-distribution", "--inference-cuda-graph-all-prefills",
-        "--inference-cuda-graph-max-tokens", "--inference-cuda-graph-scope",
+    "has no effect: passes that read prompts are not recorded as CUDA graphs": (
+        f"{_BEGIN}cuda-graph-mixed-prefill-count", "--inference-cuda-graph-all-prefills",
+        "--inference-cuda-graph-max-tokens",
+    ),
+    "has no effect: passes of models with experts are not recorded as CUDA graphs": (
         "--moe-pad-experts-for-cuda-graph-inference",
     ),
     "has no effect: generation uses the kernels of training's forward": (

@@ -25,6 +25,7 @@ from megatron.core.errors import ConfigError, TemporaryError, command_line, say
 from megatron.training.flags.argument import ProgramParser, path
 
 if TYPE_CHECKING:
+    from megatron.core.device_graphs import Recorder
     from megatron.core.inference.engine import Engine
     from megatron.core.inference.speculation import Drafter
     from megatron.serving.answers import ServedModel
@@ -88,6 +89,12 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-prefix-caching", f"--no-{begin[2:]}prefix-caching", action="store_true", help="compute every prompt anew")
     add(f"{begin}logprobs-mode", choices=["raw_logprobs"], help="log-probabilities are the model's own")
     add("--batch-invariant-mode", action="store_true", help="every text to the bit as alone: one pass for each")
+    add(f"{begin}num-cuda-graphs", metavar="N", type=int, default=0, dest="num_cuda_graphs",
+        help="numbers of texts that have a CUDA graph (0: none; -1: each half of the next)")  # fmt: skip
+    add(f"{begin}cuda-graph-sizing-distribution", choices=["exponential", "linear"], default="exponential",
+        dest="graph_distribution", help="distances of these numbers (exponential)")  # fmt: skip
+    add("--inference-cuda-graph-scope", choices=["none", "layer", "block"], default="block",
+        help="none: no CUDA graphs; else all layers are one (block)")  # fmt: skip
     add("--num-speculative-tokens", metavar="N", type=int, default=0, help="tokens drafted at a time (0: none)")
     add("--speculate", choices=["lookup", "mtp"], default="lookup", help="who drafts them (lookup: the text so far)")
     add("--draft-model", metavar="DIR", type=path, help="a smaller model's checkpoint, of the same tokens, drafts them")
@@ -138,8 +145,10 @@ def start_server(application: Any, listening: socket.socket, *, logs: bool = Fal
     return server, thread
 
 
-def build_engine(arguments: argparse.Namespace, trained: TrainedModel) -> tuple[Engine, ServedModel]:
-    """The engine, and what the server knows of its model."""
+def build_engine(
+    arguments: argparse.Namespace, trained: TrainedModel, recorder: Recorder | None = None
+) -> tuple[Engine, ServedModel]:
+    """The engine, and what the server knows of its model. recorder: of CUDA graphs, where there is a GPU."""
     from megatron.core.inference.engine import Engine, EngineSettings
     from megatron.core.inference.model_runner import ModelRunner
     from megatron.serving.answers import ServedModel
@@ -160,15 +169,35 @@ def build_engine(arguments: argparse.Namespace, trained: TrainedModel) -> tuple[
         max_step_tokens=arguments.inference_dynamic_batching_max_tokens,
         reuses_prefixes=not arguments.no_prefix_caching,
         batch_invariant=arguments.batch_invariant_mode,
+        graph_sizes=choose_graphs(arguments, trained, recorder),
     )
     drafter = build_drafter(arguments, trained, longest)
-    engine = Engine(trained.model, settings, vocab_size=trained.vocab_size, drafter=drafter)
+    engine = Engine(trained.model, settings, vocab_size=trained.vocab_size, drafter=drafter, recorder=recorder)
     tokenizer = trained.tokenizer
     ends = [tokenizer.eod] if tokenizer.eod is not None and tokenizer.eod >= 0 else []
     if tokenizer.chat_template is not None:
         ends += tokenizer.find_answer_ends()
     name = arguments.served_model_name or Path(arguments.load).resolve().name
     return engine, ServedModel(name, tokenizer, longest, trained.vocab_size, tuple(dict.fromkeys(ends)))
+
+
+def choose_graphs(arguments: argparse.Namespace, trained: TrainedModel, recorder: Recorder | None) -> tuple[int, ...]:
+    """The numbers of texts whose passes become CUDA graphs; none, and a note, where they cannot."""
+    from megatron.core.inference.model_runner import ModelRunner
+    from megatron.core.inference.recorded_passes import choose_graph_sizes, find_obstacle
+
+    most, count = arguments.inference_dynamic_batching_max_requests, arguments.num_cuda_graphs
+    sizes = choose_graph_sizes(most, count, arguments.graph_distribution)
+    if not sizes or arguments.inference_cuda_graph_scope == "none":
+        return ()
+    obstacle = "there is no GPU" if recorder is None else find_obstacle(ModelRunner(trained.model).core)
+    if obstacle is None and arguments.speculate == "mtp" and arguments.num_speculative_tokens:
+        obstacle = "--speculate mtp reads the states of each pass"
+    if obstacle is None:
+        return sizes
+    if speaks():
+        say(f"note: --inference-dynamic-batching-num-cuda-graphs {count} has no effect: {obstacle}", sys.stderr)
+    return ()
 
 
 def build_drafter(arguments: argparse.Namespace, trained: TrainedModel, longest: int) -> Drafter | None:
@@ -199,6 +228,14 @@ def build_drafter(arguments: argparse.Namespace, trained: TrainedModel, longest:
     return PredictionDrafter(trained.model) if arguments.speculate == "mtp" else PromptLookup(most)
 
 
+def open_recorder() -> Recorder | None:
+    """The recorder of the GPU that this process computes on; None on a CPU."""
+    from megatron.core.device import current_device, is_cuda
+    from megatron.core.device_graphs import GraphRecorder
+
+    return GraphRecorder() if is_cuda(current_device()) else None
+
+
 def serve(arguments: argparse.Namespace, environment: dict[str, str]) -> int:
     """Listen, load the model, and answer until a signal comes. Returns the exit code."""
     from megatron.serving.app import Application, Limits
@@ -218,7 +255,7 @@ def serve(arguments: argparse.Namespace, environment: dict[str, str]) -> int:
         signal.signal(number, end)
     if not speaks():
         with open_model(arguments) as trained:
-            service.run(build_engine(arguments, trained)[0])
+            service.run(build_engine(arguments, trained, open_recorder())[0])
         return 0
     limits = Limits(request_seconds=arguments.request_timeout, api_keys=keys, is_local=is_local)
     application = Application(service, limits)
@@ -234,7 +271,7 @@ def serve(arguments: argparse.Namespace, environment: dict[str, str]) -> int:
         with open_model(arguments) as trained:
             for note in compare_with_checkpoint(arguments.training_flags, trained.config):
                 say(f"note: {note}", sys.stderr)
-            engine, application.served = build_engine(arguments, trained)
+            engine, application.served = build_engine(arguments, trained, open_recorder())
             if service.state == "loading":
                 say(f"ready: {application.served.name} at {address}", sys.stderr)
             service.run(engine)

@@ -109,6 +109,23 @@ def load(fixed: Tensor, tensor: Tensor) -> None:
         fixed.copy_(tensor)
 
 
+def list_tensors(value: Any) -> list[Tensor]:
+    """List the tensors in nested lists and tuples."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for item in value for tensor in list_tensors(item)] if isinstance(value, list | tuple) else []
+
+
+def copy_structure(value: Any) -> Any:
+    """The same structure with new tensors; what is no tuple or tensor is itself."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, tuple):
+        items = [copy_structure(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return value
+
+
 def renew_gradient_nodes(parameters: Iterable[nn.Parameter]) -> None:
     """Let autograd make new nodes for the gradients of these parameters; their values stay where they are.
 

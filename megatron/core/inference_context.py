@@ -39,6 +39,11 @@ class InferenceContext(Protocol):
         """
         ...
 
+    def find_padding(self, layer_number: int) -> Tensor | None:
+        """Return which of the tokens that `update` returns belong to no sequence, bool [sequences, 1, 1, tokens]; None
+        where all belong to one."""
+        ...
+
     def read_recurrent(self, layer_number: int, *initial: Tensor) -> tuple[Tensor, ...]:
         """Return what the layer wrote in the call before, [sequences, ...] each; for a sequence that begins in this
         call, `initial` [...], its state before the first token.

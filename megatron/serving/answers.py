@@ -23,6 +23,10 @@ from megatron.serving.service import RequestEvent, ServedRequest, Service
 FINISH = {"eod": "stop", "stop": "stop", "length": "length", "cancelled": "abort"}
 """Reason that a text ended, in the words of OpenAI's interface."""
 
+_LONGEST_TOKEN = 64
+"""Characters of a token, about: of a text beyond as many for each token that a model reads, first the beginning is
+tokenised."""
+
 
 @dataclass(frozen=True)
 class ServedModel:
@@ -47,9 +51,25 @@ class ServedModel:
             if not 0 <= token < self.vocab_size:
                 raise BadRequest(f"{param}: {token} is no token id; ids are 0 to {self.vocab_size - 1}", param)
 
-    def tokenize(self, text: str) -> list[int]:
-        """Token ids of a prompt."""
-        return self.tokenizer.tokenize(text)
+    def tokenize(self, text: str, param: str = "prompt", *, as_is: bool = False) -> list[int]:
+        """Token ids of a prompt. as_is: without the special tokens that belong around one. Raises BadRequest for one
+        that is too long by far, of which only the beginning is read."""
+        tokenize = self.tokenizer.tokenize_as_is if as_is else self.tokenizer.tokenize
+        begin = text[: _LONGEST_TOKEN * self.max_sequence_length]
+        # The cut may come within a token, which is several there.
+        if len(begin) < len(text) and (count := len(tokenize(begin))) > self.max_sequence_length + _LONGEST_TOKEN:
+            raise self.refuse_length(f"more than {count - _LONGEST_TOKEN}", param)
+        return tokenize(text)
+
+    def refuse_length(self, found: object, param: str) -> BadRequest:
+        """Return the error of a prompt with so many tokens."""
+        # The first sentence is one that clients look for.
+        return BadRequest(
+            f"This model's maximum context length was exceeded: it is {self.max_sequence_length} tokens, and the "
+            f"prompt has {found}; shorten the prompt",
+            param,
+            code="context_length_exceeded",
+        )
 
 
 @dataclass(eq=False)
@@ -107,13 +127,7 @@ def list_asked(
     if not prompt:
         raise BadRequest("prompt has no tokens; give some text to continue", "prompt")
     if len(prompt) + min(1, max_tokens) > served.max_sequence_length:
-        # The first sentence is one that clients look for.
-        raise BadRequest(
-            f"This model's maximum context length was exceeded: it is {served.max_sequence_length} tokens, and the "
-            f"prompt has {len(prompt)}; shorten the prompt",
-            "prompt" if isinstance(body, CompletionBody) else "messages",
-            code="context_length_exceeded",
-        )
+        raise served.refuse_length(len(prompt), "prompt" if isinstance(body, CompletionBody) else "messages")
     sampling = read_sampling(body, index)
     served.check_ids(list(sampling.logit_bias), "logit_bias")
     further = list(body.stop_token_ids or ())

@@ -234,7 +234,7 @@ class Application:
         body, served = await self._read(request), self._find_model()
         if not isinstance(body.get("prompt"), str):
             raise BadRequest("prompt must be a text", "prompt")
-        ids = await asyncio.to_thread(served.tokenize, body["prompt"])
+        ids = await asyncio.to_thread(served.tokenizer.tokenize, body["prompt"])
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": served.max_sequence_length})
 
     async def _detokenize(self, request: Request) -> Response:
@@ -325,7 +325,7 @@ class Application:
         def render() -> list[int]:
             with limit_template_time(_TEMPLATE_SECONDS):
                 text = served.tokenizer.render_chat(messages, add_generation_prompt=begins, **names)
-            return served.tokenizer.tokenize_as_is(text)
+            return served.tokenize(text, "messages", as_is=True)
 
         try:
             return await asyncio.to_thread(render)

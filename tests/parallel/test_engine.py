@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.core.inference.engine import Engine, EngineSettings
+from megatron.core.inference.recorded_passes import find_obstacle
 from megatron.core.inference.request import Request, TokenLogprobs
 from megatron.core.inference.sampling import Sampling
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -18,6 +19,7 @@ from megatron.training.launch.initialize import build_rank_grid
 from megatron.training.recipes.gpt import build_gpt_model
 from tests.parallel.harness import run_distributed
 from tests.support.gpt_models import VOCAB_SIZE
+from tests.support.graph_stand_in import StandInRecorder
 from tests.unit.inference.crossings import GREEDY, LONGEST, Way, assert_as_alone, draw_requests, write_crossing
 from tests.unit.inference.test_unequal_prompts import KINDS, LATENT, ROPE
 
@@ -54,11 +56,20 @@ def list_results(requests: list[Request]) -> Found:
 
 
 def write_texts(flags: str, seeds: Sequence[int], ways: Sequence[Way]) -> tuple[Found, Found]:
-    """Drawn texts of a few requests in little room; and greedy ones of crossings."""
+    """Drawn texts of a few requests in little room, on several ranks by recorded passes where a model's can be; and
+    greedy ones of crossings."""
     model = build_part(flags)
-    engine = Engine(model, EngineSettings(LONGEST, capacity_tokens=96, max_requests=4, max_step_tokens=19))
-    drawn = engine.run(draw_requests(2, 5, Sampling(seed=5, top_k=20), logprobs=0, prompt_logprobs=0))
+    records = dist.is_initialized() and find_obstacle(model) is None  # on one process as ever
+    settings = EngineSettings(
+        LONGEST, capacity_tokens=96, max_requests=4, max_step_tokens=19, graph_sizes=(1, 4) if records else ()
+    )
+    recorder = StandInRecorder()
+    engine = Engine(model, settings, recorder=recorder)
+    # Two in step, of an odd length; then some of all lengths.
+    drawn = engine.run([Request([first, 5, 7], 3, GREEDY) for first in (3, 4)])
+    drawn += engine.run(draw_requests(2, 5, Sampling(seed=5, top_k=20), logprobs=0, prompt_logprobs=0))
     assert model.training, "the model goes on training"
+    assert (recorder.replays > 9) == records
     return list_results(drawn), list_results([each for seed in seeds for each in write_crossing(model, seed, ways)])
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megatron.core.device_graphs import Recorder
 from megatron.core.errors import ConfigError
 from megatron.core.inference.model_runner import ModelRunner
 from megatron.core.inference.request import EndedBy, Request, TokenLogprobs
@@ -49,6 +50,8 @@ class EngineSettings:
     batch_invariant: bool = False
     """Every request gets the bits that it gets alone: it is read and continued by separate passes, and keeps its memory
     to the end. Slower by as much as it saves to work on several together."""
+    graph_sizes: tuple[int, ...] = ()
+    """Numbers of requests for which passes of one token each are recorded as CUDA graphs (recorded_passes.py)."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -92,10 +95,11 @@ class Engine:
         *,
         vocab_size: int | None = None,
         drafter: Drafter | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         """model: see ModelRunner; its weights are not copied, and `forget_contents` says that they have changed.
         vocab_size: tokens from this id on are padding and never chosen. drafter: of tokens that a pass of the model
-        confirms several of."""
+        confirms several of. recorder: of passes with `settings.graph_sizes`."""
         self.settings, self.vocab_size, self.drafter = settings, vocab_size, drafter
         self.runner = ModelRunner(model)
         longest = settings.max_sequence_length + (0 if drafter is None else drafter.most)
@@ -105,7 +109,7 @@ class Engine:
         # One page more is what the runner may need.
         pages = self.capacity_tokens + PAGE_TOKENS
         self.state = SequenceState(0, longest, reaches=self.runner.find_reaches(), capacity=pages)
-        self.runner.begin(self.state)
+        self.runner.begin(self.state, recorder, settings.graph_sizes)
         # A drafter that follows the model's states has to see every token.
         reuses = settings.reuses_prefixes and not (drafter is not None and drafter.reads_states)
         self.scheduler = Scheduler(

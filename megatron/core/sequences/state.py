@@ -40,6 +40,11 @@ class Reach(NamedTuple):
         first = 0 if self.chunk is None else position - position % self.chunk
         return first if self.window is None else max(first, position - self.window)
 
+    def count_seen(self, tokens: int) -> int:
+        """The most tokens that the last of so many sees."""
+        limits = (tokens, self.chunk, None if self.window is None else self.window + 1)
+        return min(limit for limit in limits if limit is not None)
+
 
 class HeldSequence:
     """One sequence in a SequenceState: its length and its pages."""
@@ -110,7 +115,7 @@ class SequenceState:
     @property
     def token_bytes(self) -> int:
         """Memory of a token in all layers that have written keys and values."""
-        return sum(memory[0].nbytes for held in self._layers.values() for memory in held)
+        return sum(memory[0].nbytes for memory in self.list_memory())
 
     def add(self) -> HeldSequence:
         """A further sequence, which is empty and no row yet."""
@@ -145,7 +150,7 @@ class SequenceState:
     def _copy(self, group: int, page: int, to: int) -> None:
         here, there = (slice(number * PAGE_TOKENS, (number + 1) * PAGE_TOKENS) for number in (page, to))
         for layer, held in self._layers.items():
-            if self._group_of.get(layer, self._all) == group:
+            if self.find_group(layer) == group:
                 for memory in held:
                     memory[there] = memory[here]
 
@@ -213,11 +218,11 @@ class SequenceState:
 
     # ---- calls
 
-    def begin(self, new: Sequence[int], wanted: Sequence[int] | None = None) -> TokenLayout:
+    def begin(self, new: Sequence[int], wanted: Sequence[int] | None = None, *, is_packed: bool = False) -> TokenLayout:
         """Describe the next call, of so many tokens of each row, at least one; returned and kept as `layout`. wanted:
-        see TokenLayout."""
+        see TokenLayout. is_packed: even where all rows are in step."""
         rows, past = self.rows, tuple(self.lengths)
-        is_packed = len(set(zip(past, new, wanted or new, strict=True))) > 1
+        is_packed = is_packed or len(set(zip(past, new, wanted or new, strict=True))) > 1
         self.layout = TokenLayout(tuple(new), past, is_packed, None if wanted is None else tuple(wanted))
         longest = self.layout.longest
         assert longest <= self.max_tokens, f"{longest} tokens do not fit into a state of {self.max_tokens}"
@@ -231,11 +236,7 @@ class SequenceState:
 
     def update(self, layer_number: int, *new: Tensor) -> list[tuple[slice, tuple[Tensor, ...]]]:
         """See InferenceContext; returns views where a sequence's pages lie side by side."""
-        group = self._group_of.get(layer_number, self._all)
-        if layer_number not in self._layers:
-            slots = self.pools[group].pages * PAGE_TOKENS
-            self._layers[layer_number] = tuple(x.new_empty((slots, *x.shape[2:])) for x in new)
-        held = self._layers[layer_number]
+        group, held = self.find_group(layer_number), self.find_memory(layer_number, new)
         if group not in self._spans:
             self._spans[group] = self._find_spans(group)
             self._places[group] = self._find_places(group).to(new[0].device, non_blocking=True)
@@ -243,6 +244,24 @@ class SequenceState:
         for memory, x in zip(held, new, strict=True):
             memory.index_copy_(0, places, x.flatten(0, 1))
         return [(span.rows, tuple([_read(memory, span) for memory in held])) for span in self._spans[group]]
+
+    def find_group(self, layer_number: int) -> int:
+        """The number of the group of layers to which one belongs."""
+        return self._group_of.get(layer_number, self._all)
+
+    def find_memory(self, layer_number: int, new: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return all of a layer's memory, [places, ...] each, taken now where it writes for the first time."""
+        if layer_number not in self._layers:
+            slots = self.pools[self.find_group(layer_number)].pages * PAGE_TOKENS
+            self._layers[layer_number] = tuple(x.new_empty((slots, *x.shape[2:])) for x in new)
+        return self._layers[layer_number]
+
+    def list_memory(self) -> list[Tensor]:
+        """List all that layers have taken."""
+        return [memory for held in self._layers.values() for memory in held]
+
+    def find_padding(self, layer_number: int) -> None:
+        """See InferenceContext: there is none."""
 
     def _find_places(self, group: int) -> Tensor:
         """Return where in memory the tokens of the call go, int64, in their order in the call."""

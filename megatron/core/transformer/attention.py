@@ -184,6 +184,8 @@ class Attention(MegatronModule):
     ) -> LayerOutput:
         """[s, b, h] -> ([s, b, h], bias [h] or None); attention_mask and packed_seq_params as in DotProductAttention,
         causal when None."""
+        if inference_context is not None and attention_mask is None:
+            attention_mask = inference_context.find_padding(self.layer_number)
         inputs = LayerInputs(attention_mask, rotation, inference_context, packed_seq_params)
         context = self._make_context(hidden_states, inputs, key_value_states)
         with self.offload("attn_proj"):

@@ -18,6 +18,7 @@ from megatron.serving.service import RequestEvent, ServedRequest, Service
 from megatron.training.checkpoint.trained_model import TrainedModel, load_trained_model
 from megatron.training.flags.flag import former_flags
 from tests.functional.pretrain_runs import run
+from tests.support.graph_stand_in import StandInRecorder
 from tests.support.tiny_training import train_tiny
 
 
@@ -82,6 +83,25 @@ def test_memory_in_gigabytes(trained: TrainedModel) -> None:
         parse(trained, "--inference-dynamic-batching-buffer-size-gb", "-1")
 
 
+def test_numbers_of_texts_for_cuda_graphs(trained: TrainedModel, capsys: pytest.CaptureFixture[str]) -> None:
+    count, linear = "--inference-dynamic-batching-num-cuda-graphs", "--inference-dynamic-batching-cuda-graph-sizing"
+
+    def sizes(*flags: str) -> tuple[int, ...]:
+        arguments = parse(trained, "--inference-max-requests", "8", *flags)
+        return build_engine(arguments, trained, StandInRecorder())[0].settings.graph_sizes
+
+    assert sizes() == ()
+    assert sizes(count, "3") == (2, 4, 8)
+    assert sizes(count, "-1") == (1, 2, 4, 8)
+    assert sizes(count, "4", f"{linear}-distribution", "linear") == (2, 4, 6, 8)
+    assert sizes(count, "4", "--inference-cuda-graph-scope", "none") == ()
+    assert not capsys.readouterr().err
+    assert build(trained, count, "3").settings.graph_sizes == ()
+    assert capsys.readouterr().err == f"note: {count} 3 has no effect: there is no GPU\n"
+    with pytest.raises(ConfigError, match=f"{count} -2 must be at least 0"):
+        build(trained, count, "-2")
+
+
 def test_every_other_flag_of_upstreams_engine_is_noted_or_refused(trained: TrainedModel) -> None:
     """As many as the table of training has, each with its value, also behind an equals sign."""
     flags = [each for each in former_flags() if "python -m megatron serve takes it" in each.text]
@@ -99,7 +119,7 @@ def test_every_other_flag_of_upstreams_engine_is_noted_or_refused(trained: Train
             assert each.nargs == 0 or [*read_upstream_flags([f"{each.name}=1"], "")] == notes
         else:
             own.add(each.name)
-    assert len(own) == 10  # those above but for the one of which 1 is no value
+    assert len(own) == 11  # those above and below but for those of which 1 is no value
     for words, problem in (
         (["--inference-coordinator-port"], "needs a value"),
         (["--num-lears", "2"], "unrecognized"),

@@ -246,6 +246,30 @@ def test_what_is_no_body(server: Server) -> None:
     assert harmless["choices"][0]["finish_reason"]
 
 
+def test_of_a_prompt_that_is_too_long_by_far_only_the_beginning_is_read(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert server[1].served is not None
+    read: list[int] = []
+    tokenize = ByteTokenizer.tokenize
+    monkeypatch.setattr(ByteTokenizer, "tokenize", lambda self, text: read.append(len(text)) or tokenize(self, text))
+    for path, body in (
+        ("v1/completions", {"prompt": "a" * 7_000_000}),
+        ("v1/completions", {"prompt": ["b", "a" * 7_000_000]}),
+        ("v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 7_000_000}]}),
+    ):
+        answer = server[0].post(f"/{path}", json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, next(iter(body))), error
+        assert error["message"].startswith("This model's maximum context length was exceeded")
+    answer = server[0].put("/api", json={"prompts": ["a" * 7_000_000], "tokens_to_generate": 1})
+    assert answer.status_code == 400 and "maximum context length" in answer.json()["message"]
+    assert max(read) <= 64 * LONGEST and len(read) == 5
+    # A long text of few tokens is whole.
+    monkeypatch.setattr(ByteTokenizer, "tokenize", lambda self, text: tokenize(self, text.rstrip()))
+    assert server[0].post("/v1/completions", json={"prompt": "a" + " " * 70_000, "max_tokens": 1}).status_code == 200
+
+
 def test_other_sites_and_names_are_refused(server: Server) -> None:
     for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
         assert server[0].get("/v1/models", headers=headers).status_code == 403

@@ -40,7 +40,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.device_graphs import Recorder, Recording, are_same, load, renew_gradient_nodes
+from megatron.core.device_graphs import (
+    Recorder,
+    Recording,
+    are_same,
+    copy_structure,
+    list_tensors,
+    load,
+    renew_gradient_nodes,
+)
 from megatron.core.stacked_parameters import list_parameters
 
 Tensors = tuple[Tensor, ...]
@@ -186,22 +194,6 @@ def describe(value: Any) -> Any:
     return tuple(map(describe, value)) if isinstance(value, tuple) else value
 
 
-def _list_tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [tensor for item in value for tensor in _list_tensors(item)] if isinstance(value, list | tuple) else []
-
-
-def _copy_structure(value: Any) -> Any:
-    """The same structure with new tensors."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, tuple):
-        items = [_copy_structure(item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    return value
-
-
 # ---- a pass without graphs, which tells what to record
 
 
@@ -297,10 +289,10 @@ class _Slot:
     def __init__(self, recorder: Recorder, learned: _LearningPass) -> None:
         calls, constants = learned.calls, learned.constants
         self._recorder, self._pool = recorder, recorder.open_pool()
-        self.constants = tuple(map(_copy_structure, constants))
-        self._fixed = _list_tensors(self.constants)
+        self.constants = tuple(map(copy_structure, constants))
+        self._fixed = list_tensors(self.constants)
         # What the fixed tensors hold a copy of: kept, so that its address is not given to other values.
-        self._loaded = [(tensor, tensor._version) for tensor in _list_tensors(constants)]
+        self._loaded = [(tensor, tensor._version) for tensor in list_tensors(constants)]
         self._lease: weakref.ref[_Lease] | None = None
         self.calls: list[_RecordedCall] = []
         renew_gradient_nodes(parameter for call in calls for parameter in call.part.list_parameters())
@@ -326,7 +318,7 @@ class _Slot:
 
     def begin(self, constants: Sequence[Any], lease: _Lease) -> _ReplayedPass:
         """A micro-batch's pass."""
-        for place, (fixed, tensor) in enumerate(zip(self._fixed, _list_tensors(constants), strict=True)):
+        for place, (fixed, tensor) in enumerate(zip(self._fixed, list_tensors(constants), strict=True)):
             loaded, version = self._loaded[place]
             if not are_same(tensor, loaded) or tensor._version != version:
                 fixed.copy_(tensor)
