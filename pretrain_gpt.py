@@ -8,13 +8,8 @@ megatron/training/recipes/gpt.py. Scripts of your own import parts of it from he
 from __future__ import annotations
 
 from megatron.cli.train import main, run, train
-from megatron.training.recipes.gpt import (
-    build_gpt_model as model_provider,
-)
-from megatron.training.recipes.gpt import (
-    forward_step,
-    loss_func,
-)
+from megatron.training.recipes.forward_step import forward_step, loss_func
+from megatron.training.recipes.gpt import build_gpt_model as model_provider
 from megatron.training.recipes.gpt_data import build_gpt_datasets as train_valid_test_datasets_provider
 
 # Upstream's names, under which users' scripts import them from this file.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron.core.errors import say
 from megatron.training.config.container import RunConfig
-from megatron.training.hooks.progress_lines import compute_perplexity, format_duration
+from megatron.training.hooks.progress_lines import format_duration
 from megatron.training.metrics import MetricsRow
 from megatron.training.run import Evaluation, Hook, Phase, Run
 
@@ -110,7 +110,11 @@ class SummaryHook(Hook):
             )
         results |= {name: f"{loss:.4f}" for name, loss in self._losses.items() if iterations}
         for evaluation in self._evaluations.values():
-            values = (f"{loss:.4f} (perplexity {compute_perplexity(loss):.2f})" for loss in evaluation.losses.values())
+            perplexities = evaluation.perplexities
+            values = (
+                f"{loss:.4f} (perplexity {perplexities[name]:.2f})" if name in perplexities else f"{name} {loss:.4f}"
+                for name, loss in evaluation.losses.items()
+            )
             results[f"{evaluation.name} loss"] = ", ".join(values)
         # An iteration may be counted as both: a loss that is NaN has gradients that are.
         skipped = max(progress.skipped_iterations, progress.nan_iterations)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from megatron.training.config.preference import PREFERENCE_VALUES
 from megatron.training.metrics import Metrics, MetricsRow
 
 # This module is below all parts that it names: at run time it imports none of them, so that a hook or a script can
@@ -35,6 +37,10 @@ if TYPE_CHECKING:
     from megatron.training.data.loading import Batch, TrainingData
     from megatron.training.data.planned_batches import StepPlans
     from megatron.training.recipes.recipe import Recipe
+
+
+LARGEST_EXPONENT = 20
+"""Of a perplexity."""
 
 
 @dataclass
@@ -136,6 +142,17 @@ class Evaluation:
     """--eval-sample-prompt and what the model made of it; with the last of several sets only."""
     scores: dict[str, float] = field(default_factory=dict)
     """Of --eval-tasks, such as `arc_easy acc`; with the last of several sets only."""
+
+    @property
+    def perplexities(self) -> dict[str, float]:
+        """exp of the losses that are mean losses of tokens, as all are but the values of --dpo; capped, so that an
+        untrained model has a finite number; NaN of NaN."""
+        # In this order: of NaN and a number `min` returns the first.
+        return {
+            name: math.exp(min(loss, LARGEST_EXPONENT))
+            for name, loss in self.losses.items()
+            if name not in PREFERENCE_VALUES
+        }
 
     @property
     def name(self) -> str:

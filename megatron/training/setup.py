@@ -49,6 +49,7 @@ from megatron.training.data.planned_batches import build_step_plans
 from megatron.training.data.samples import build_batch_size_calculator, count_iterations, count_needed_samples
 from megatron.training.hooks.build import build_hooks
 from megatron.training.hooks.dispatch import Hooks
+from megatron.training.hooks.references import complete_references
 from megatron.training.launch.crash_loop import refuse_crash_loop
 from megatron.training.launch.initialize import Process
 from megatron.training.launch.memory_limits import refuse_oversize
@@ -89,6 +90,7 @@ def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[H
             build_phase_data(run)
         # A checkpoint says which sizes are passed already.
         check_batch_sizes(run)
+        complete_references(run)
     except BaseException:
         for lock in save_locks:
             lock.release()
@@ -153,11 +155,8 @@ def build_run(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequen
         list_ended_ranks=list_none if process.presence is None else process.presence.list_ended,
         leave_groups=ignore_peers if process.connections is None else process.connections.cut,
         flops_per_token=recipe.count_flops_per_token([chunk.module for chunk in model]),
-        evaluation_shape=compute_activation_shape(
-            config.model,
-            groups,
-            config.data.seq_length or 1,
-            config.validation.eval_micro_batch_size or batch_size.micro_batch_size,
+        evaluation_shape=compute_microbatch_shape(
+            config, groups, config.validation.eval_micro_batch_size or batch_size.micro_batch_size
         ),
     )
     # Clipping belongs inside the optimizer's step: after each update, before the network gets its parameters.
@@ -276,11 +275,19 @@ def build_executor(
     optimizer: MegatronOptimizer,
 ) -> Executor:
     """Return what runs the chunks."""
-    assert config.data.seq_length is not None, "checked by read_run_config"
-    shape = compute_activation_shape(config.model, process.groups, config.data.seq_length, batch_size.micro_batch_size)
+    shape = compute_microbatch_shape(config, process.groups, batch_size.micro_batch_size)
     return Executor(
         model, process.groups, config.model, activation_shape=shape, grad_scale_func=optimizer.grad_scale_func
     )
+
+
+def compute_microbatch_shape(
+    config: RunConfig, groups: ProcessGroupCollection, micro_batch_size: int
+) -> tuple[int, int, int]:
+    """Compute the shape of the hidden states of a microbatch between stages; packed samples are one sequence."""
+    length = config.data.seq_length or 1
+    sequences = (length * micro_batch_size, 1) if config.packs_samples else (length, micro_batch_size)
+    return compute_activation_shape(config.model, groups, *sequences)
 
 
 def check_batch_sizes(run: Run) -> None:

@@ -18,7 +18,7 @@ from tests.preprocess_runs import DATA
 from tests.programs import Program
 
 TOKENIZER = DATA / "tok" / "hf_bpe1k"
-QUESTION, ANSWER = "Who are you?", "The help desk."
+QUESTION, ANSWER, OTHER_ANSWER = "Who are you?", "The help desk.", "The library."
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -61,14 +61,14 @@ def run_command(command: str, directory: Path) -> str:
     return done.stdout
 
 
-def read_commands(heading: str, rate: str) -> list[str]:
+def read_commands(heading: str, rate: str, small_rate: str = "1e-2") -> list[str]:
     """The four commands of a section of the page, with sizes that a test has time for. rate: what the section says."""
     text = (ROOT / "docs" / "fine_tuning.md").read_text(encoding="utf-8")
     section = text.partition(f"## {heading}\n")[2].partition("\n## ")[0]
     commands = [block.replace("\\\n", " ").strip() for block in re.findall(r"```bash\n(.*?)```", section, re.DOTALL)]
     assert len(commands) == 4
     index = next(index for index, command in enumerate(commands) if " launch " in command)
-    for said, small in (SMALL | {f"--lr {rate}": "--lr 1e-2"}).items():
+    for said, small in (SMALL | {f"--lr {rate}": f"--lr {small_rate}"}).items():
         assert said in commands[index]
         commands[index] = commands[index].replace(said, small)
     return commands
@@ -102,3 +102,10 @@ def test_the_four_commands_teach_an_answer(tmp_path: Path) -> None:
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")
     answered = adapted.generate(input_ids=ids, do_sample=False, max_new_tokens=12, pad_token_id=0)[0, ids.shape[1] :]
     assert tokenizer.decode(answered).startswith(ANSWER)
+
+    # And with pairs of answers, of which the other one is preferred.
+    pair = {"messages": conversation["messages"][:1], "chosen": OTHER_ANSWER, "rejected": ANSWER}
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair | {"id": i}) + "\n" for i in range(100)))
+    printed = [run_command(command, tmp_path) for command in read_commands("Preferences (DPO)", "5e-7", "1e-3")]
+    assert ANSWER in printed[0] and ANSWER not in printed[2] and "verified: every weight bit for bit" in printed[3]
+    assert "reference log-probabilities: 1 pair by the weights of the beginning" in printed[1]

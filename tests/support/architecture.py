@@ -34,6 +34,7 @@ ENGINE_TOWER = (
     "core.optimizer",
     "core.pipeline_parallel",
     "core.many_sites",
+    "core.post_training",
 )
 TRAINING_ROOMS = (
     "training.config",
@@ -74,6 +75,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "core.distributed": ("core",),
     "core.optimizer": ("core", "core.distributed", "core.dist_checkpointing", "core.kernels"),
     "core.pipeline_parallel": ("core",),
+    "core.post_training": ("core",),
     "core.many_sites": ("core", "core.dist_checkpointing", "core.optimizer"),
     "core.inference": (*GROUND, *MODEL_TOWER, *ENGINE_TOWER),
     "planner": (*GROUND, *MODEL_TOWER, *ENGINE_TOWER),

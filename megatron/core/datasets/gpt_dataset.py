@@ -58,6 +58,8 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 
     allow_ambiguous_pad_tokens: bool = False
     """Tokens of the padding's id are padding also where that is the end-of-document token's."""
+    skip_bad_conversations: bool = False
+    """Lines of conversations or pairs that cannot be used are counted and passed over."""
 
     context_parallel_size: int = 1
     data_parallel_size: int = 1

@@ -17,7 +17,7 @@ import json
 import mmap
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -67,20 +67,23 @@ class ConversationFile:
     def __len__(self) -> int:
         return len(self._lines)
 
-    def messages(self, index: int) -> list[dict[str, Any]]:
-        """The messages of conversation `index`. Raises DataError naming the line."""
+    def line(self, index: int) -> dict[str, Any]:
+        """The object on line `index`, empty for another kind of value. Raises DataError naming the line."""
         begin, end, number = self._lines[index].tolist()
         try:
             line = json.loads(self._content[begin:end])
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{self.path}, line {number}: not JSON: {error}") from error
-        messages = line.get("messages") if isinstance(line, dict) else None
-        is_list = isinstance(messages, list) and messages
-        if not is_list or not all(isinstance(message, dict) and "role" in message for message in messages or []):
+        return line if isinstance(line, dict) else {}
+
+    def messages(self, index: int) -> list[dict[str, Any]]:
+        """The messages of conversation `index`. Raises DataError naming the line."""
+        messages = self.line(index).get("messages")
+        if not are_messages(messages):
             raise DataError(
-                f'{self.path}, line {number}: expected an object {{"messages": [{{"role": ..., "content": ...}}, ...]}}'
+                f'{self.place(index)}: expected an object {{"messages": [{{"role": ..., "content": ...}}, ...]}}'
             )
-        return list(messages or [])
+        return list(messages)
 
     def place(self, index: int) -> str:
         """Return the place of a conversation, for messages."""
@@ -103,12 +106,20 @@ class ConversationFile:
             begin = end + 1
 
 
-def encode(messages: Sequence[dict[str, Any]], tokenizer: Any, place: str) -> tuple[list[int], list[bool]]:
+def are_messages(value: Any) -> TypeGuard[list[dict[str, Any]]]:
+    """Return whether a value of a JSON file is a list of messages, at least one."""
+    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
+
+
+def encode(
+    messages: Sequence[dict[str, Any]], tokenizer: Any, place: str, *, first: int = 0, ends_document: bool = True
+) -> tuple[list[int], list[bool]]:
     """Token ids of a conversation, and which of them the model is to learn: the assistant's answers.
 
     The chat template gives the text. It is cut where an answer begins and ends, and the parts are tokenized one by one,
-    so that an answer has the tokens it would have when it is generated. The end-of-document token is added unless the
-    template writes it. Raises DataError for a template that rewrites earlier messages.
+    so that an answer has the tokens it would have when it is generated. first: message from which on answers count.
+    ends_document: add the end-of-document token unless the template writes it. Raises DataError for a template that
+    rewrites earlier messages.
     """
     ids: list[int] = []
     counts: list[bool] = []
@@ -126,12 +137,18 @@ def encode(messages: Sequence[dict[str, Any]], tokenizer: Any, place: str) -> tu
         counts.extend([has_loss] * len(new))
         done = text
 
+    def render(messages: Sequence[dict[str, Any]], **options: Any) -> str:
+        try:
+            return str(tokenizer.render_chat(messages, **options))
+        except DataError as error:
+            raise DataError(f"{place}: {error}") from error
+
     for number, message in enumerate(messages):
-        if message["role"] in _ROLES_WITH_LOSS:
+        if message["role"] in _ROLES_WITH_LOSS and number >= first:
             if number > 0:
-                add(tokenizer.render_chat(messages[:number], add_generation_prompt=True), has_loss=False)
-            add(tokenizer.render_chat(messages[: number + 1]), has_loss=True)
-    if tokenizer.eod is not None and ids and ids[-1] != tokenizer.eod:
+                add(render(messages[:number], add_generation_prompt=True), has_loss=False)
+            add(render(messages[: number + 1]), has_loss=True)
+    if ends_document and tokenizer.eod is not None and ids and ids[-1] != tokenizer.eod:
         ids.append(tokenizer.eod)
         counts.append(True)
     return ids, counts
@@ -171,8 +188,6 @@ def pack(lengths: Array, capacity: int, random: np.random.RandomState) -> tuple[
 
 # ---- the dataset
 
-_ARRAYS = ("tokens", "counts", "bounds", "lines", "order", "pack_bounds", "shuffle_index", "left_out")
-
 
 class SFTDataset(MegatronDataset):
     """Packed conversations; the prefix of a dataset is the path of its JSONL file (see conversations).
@@ -183,6 +198,10 @@ class SFTDataset(MegatronDataset):
 
     config: GPTDatasetConfig
     dataset: ConversationFile
+    arrays: tuple[str, ...] = (
+        "tokens", "counts", "bounds", "lines", "order", "pack_bounds", "shuffle_index", "left_out"
+    )  # fmt: skip
+    """Names of what the index cache keeps."""
 
     def __init__(
         self,
@@ -195,15 +214,16 @@ class SFTDataset(MegatronDataset):
     ) -> None:
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
         name = f"{type(self).__name__}-{index_split.name}"
-        cache = IndexCache(self.cache_directory(), name, self.unique_description, _ARRAYS, config.cache_policy)
-        arrays = cache.load_or_build(self._build_indices)
+        cache = IndexCache(self.cache_directory(), name, self.unique_description, self.arrays, config.cache_policy)
+        self.cached = arrays = cache.load_or_build(self._build_indices)
         self.tokens, self.counts, self.bounds = (arrays[name] for name in ("tokens", "counts", "bounds"))
         self.lines, self.order, self.pack_bounds = (arrays[name] for name in ("lines", "order", "pack_bounds"))
         self.shuffle_index, self.left_out = arrays["shuffle_index"], arrays["left_out"]
 
     def describe(self) -> dict[str, Any]:
-        """The base description, and the chat template."""
-        return super().describe() | {"chat_template": getattr(self.config.tokenizer, "chat_template", None)}
+        """The base description, the chat template, and whether bad lines are skipped."""
+        described = super().describe() | {"chat_template": getattr(self.config.tokenizer, "chat_template", None)}
+        return described | ({"skips_bad_lines": True} if self.config.skip_bad_conversations else {})
 
     @staticmethod
     def source_files(dataset_path: str) -> list[str]:
@@ -276,12 +296,13 @@ class SFTDataset(MegatronDataset):
 
     def summary(self) -> str:
         """Return what was packed, and how much of the sequences is padding."""
-        cut, without_answer = self.left_out.tolist()
+        cut, without_answer, skipped = (*self.left_out.tolist(), 0)[:3]  # caches of earlier releases have two
         sequences, conversations = len(self.pack_bounds) - 1, len(self.order)
         positions = sequences * self.config.sequence_length
         used = int(self.bounds[-1]) - conversations
         details = f", {cut} cut to the sequence length" * (cut > 0)
         details += f", {without_answer} left out without an answer" * (without_answer > 0)
+        details += f", {skipped} skipped with mistakes" * (skipped > 0)
         return (
             f"{self.index_split.name} data: {conversations} conversations packed into {sequences} sequences, "
             f"{100 * (1 - used / positions):.2f} % padding{details}"
@@ -297,31 +318,48 @@ class SFTDataset(MegatronDataset):
         begin, end = self.pack_bounds[int(self.shuffle_index[index]) :][:2].tolist()
         return np.asarray(self.order[begin:end])
 
+    def _encode_line(self, line: int) -> list[tuple[list[int], list[bool]]]:
+        """Token ids of the conversations of a line, and which of them count. Raises DataError naming the line."""
+        return [encode(self.dataset.messages(line), self.config.tokenizer, self.dataset.place(line))]
+
+    def _pack(self, lengths: Array, random: np.random.RandomState) -> tuple[Array, Array]:
+        """See `pack`; lengths: of the conversations in tokens."""
+        # A conversation of n tokens takes n - 1 positions.
+        return pack(lengths - 1, self.config.sequence_length, random)
+
     def _build_indices(self) -> Arrays:
         longest = self.config.sequence_length + 1
         pieces: list[npt.NDArray[np.int32]] = []
         counted: list[npt.NDArray[np.bool_]] = []
         lines: list[int] = []
-        cut = without_answer = 0
+        cut = without_answer = skipped = 0
         for line in self.indices.tolist():
-            ids, counts = encode(self.dataset.messages(line), self.config.tokenizer, self.dataset.place(line))
-            cut += len(ids) > longest
-            # Without an answer within the sequence length there is nothing to learn from it.
-            if not any(counts[1:longest]):
-                without_answer += 1
+            try:
+                encoded = self._encode_line(line)
+            except DataError:
+                if not self.config.skip_bad_conversations:
+                    raise
+                skipped += 1
                 continue
-            pieces.append(np.asarray(ids[:longest], dtype=np.int32))
-            counted.append(np.asarray(counts[:longest], dtype=np.bool_))
-            lines.append(line)
+            for ids, counts in encoded:
+                cut += len(ids) > longest
+                # Without an answer within the sequence length there is nothing to learn from it.
+                if not any(counts[1:longest]):
+                    without_answer += 1
+                    continue
+                pieces.append(np.asarray(ids[:longest], dtype=np.int32))
+                counted.append(np.asarray(counts[:longest], dtype=np.bool_))
+                lines.append(line)
         if not lines:
             raise DataError(
                 f"{self.dataset_path}: none of the {len(self.indices)} conversations of the {self.index_split.name} "
                 f"split has an answer within {longest} tokens; raise --seq-length, or look at the roles of its messages"
+                + f" ({skipped} were skipped with mistakes)"
+                * (skipped > 0)
             )
         lengths = np.asarray([len(piece) for piece in pieces])
         random = np.random.RandomState(self.config.random_seed)
-        # A conversation of n tokens takes n - 1 positions.
-        order, pack_bounds = pack(lengths - 1, self.config.sequence_length, random)
+        order, pack_bounds = self._pack(lengths, random)
         return {
             "tokens": np.concatenate(pieces),
             "counts": np.concatenate(counted),
@@ -330,7 +368,7 @@ class SFTDataset(MegatronDataset):
             "order": order,
             "pack_bounds": pack_bounds,
             "shuffle_index": self._shuffled(len(pack_bounds) - 1, random),
-            "left_out": np.asarray([cut, without_answer]),
+            "left_out": np.asarray([cut, without_answer, skipped]),
         }
 
     def _shuffled(self, sequences: int, random: np.random.RandomState) -> npt.NDArray[np.int64]:

@@ -167,9 +167,16 @@ def load_checkpoint(run: Run) -> None:
             return
         _explain_missing(settings, root, world, run.config.model.perform_initialization)
     if settings.pretrained_checkpoint is not None:
-        root, step = Path(settings.pretrained_checkpoint), settings.ckpt_step if settings.load is None else None
-        if not _restore_from(run, LoadPlace(root, step, True)):
-            raise CheckpointError(f"--pretrained-checkpoint {root} {explain_nothing(root)}")
+        step = settings.ckpt_step if settings.load is None else None
+        load_weights(run, "--pretrained-checkpoint", settings.pretrained_checkpoint, step)
+
+
+def load_weights(run: Run, flag: str, directory: str, iteration: int | None = None) -> None:
+    """Fill the model with the weights that a flag's directory holds: checkpoints, of which the newest when `iteration`
+    is None, or Hugging Face's files (`hf:DIR`). Every rank calls this. Raises CheckpointError on every rank when there
+    are none."""
+    if not _restore_from(run, LoadPlace(Path(directory), iteration, True)):
+        raise CheckpointError(f"{flag} {directory} {explain_nothing(Path(directory))}")
 
 
 class LoadPlace(NamedTuple):

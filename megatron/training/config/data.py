@@ -121,6 +121,9 @@ class DataConfig(FillInTheMiddle):
     sft: bool = False
     """Instruction tuning: --data-path names JSONL files of conversations, which the tokenizer's chat template turns
     into text. They are packed into sequences, do not see one another, and have loss on the assistant's answers only."""
+    skip_bad_conversations: bool = flag(False, needs=Needs("--sft or --dpo", lambda run: run.sft or run.dpo))
+    """Pass over lines of --sft and --dpo that cannot be used, and count them; otherwise the first one ends the run with
+    a sentence."""
     num_dataset_builder_threads: int = flag(1, minimum=1, kind="kernel")
     """Threads that build the indices of a blend's datasets."""
     mid_level_dataset_surplus: float = flag(0.005, minimum=0, maximum=1)

@@ -100,19 +100,6 @@ def sequences_are_divisible(run: RunGroups) -> Iterator[str]:
         )
 
 
-def documents_are_bounded_in_one_way(run: RunGroups) -> Iterator[str]:
-    """Document bounds replace masks; microbatches of several sequences become one, which stages do not expect."""
-    if not run.data.dataloader_inter_document_masking:
-        return
-    if run.data.reset_attention_mask:
-        yield "--dataloader-inter-document-masking and --reset-attention-mask say the same in two ways; keep one"
-    if run.model.pipeline_model_parallel_size > 1 and (run.training.micro_batch_size or 1) > 1:
-        yield (
-            f"--dataloader-inter-document-masking with {run.say('pipeline_model_parallel_size')} cannot have "
-            f"{run.say('micro_batch_size')}; use --micro-batch-size 1"
-        )
-
-
 def conversations_can_be_planned(run: RunGroups) -> Iterator[str]:
     """--hybrid-context-parallel: microbatches are planned from the lengths of conversations."""
     if not run.model.hybrid_context_parallel:
@@ -335,7 +322,7 @@ def sites_train_by_themselves(run: RunGroups) -> Iterator[str]:
 
 LAYOUT_RELATIONS = (
     sizes_fit_the_processes, microbatches_fill_the_pipeline, sequences_are_divisible,
-    documents_are_bounded_in_one_way, conversations_can_be_planned, planned_sequences_fit_the_ranks,
+    conversations_can_be_planned, planned_sequences_fit_the_ranks,
     copies_of_the_optimizer_state_divide_the_replicas, divided_parameters_stand_alone,
     registered_memory_is_not_counted, formats_of_divided_parameters_fit,
     low_precision_gathers_have_something_to_gather, sites_train_by_themselves,

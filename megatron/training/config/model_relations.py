@@ -209,13 +209,14 @@ def layers_can_be_recorded(run: RunGroups) -> Iterator[str]:
         yield f"{asked} cannot record layers of {find_what_no_graph_repeats(run)}; use --cuda-graph-impl none"
     if run.logger.log_comm_volume:
         yield f"--log-comm-volume counts calls, which {asked} no longer makes; leave out one of them"
-    for name in ("sft", "dataloader_inter_document_masking", "reset_attention_mask"):
-        if getattr(run.data, name):
-            yield (
-                f"{asked} needs microbatches of one shape, which documents of {run.flag(name)} do not have; leave out "
-                "one of them"
-            )
-            break
+    apart = [
+        name for name in ("sft", "dataloader_inter_document_masking", "reset_attention_mask") if getattr(run.data, name)
+    ] + ["dpo"] * run.preference.dpo
+    if apart:
+        yield (
+            f"{asked} needs microbatches of one shape, which documents of {run.flag(apart[0])} do not have; leave out "
+            "one of them"
+        )
 
 
 MODEL_RELATIONS = (

@@ -111,6 +111,34 @@ def training_has_documents(run: RunGroups) -> Iterator[str]:
         )
 
 
+def pairs_can_be_compared(run: RunGroups) -> Iterator[str]:
+    """--dpo reads pairs of answers, and knows their log-probabilities only."""
+    if not run.preference.dpo:
+        return
+    data = run.data
+    others = ("mock_data", "fim_data", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    for name in (*others, "dataloader_inter_document_masking"):
+        if getattr(data, name):
+            yield f"{run.say(name)} is for documents, --dpo reads pairs of answers from JSONL files; leave it out"
+    if data.dataloader_type == "external":
+        yield f"--dpo reads pairs of answers itself; leave out {run.say('dataloader_type')}"
+    if run.model.mtp_num_layers is not None:
+        yield (
+            f"--dpo has no loss of further tokens, which {run.say('mtp_num_layers')} predicts; leave it out: the "
+            "layers stay in the checkpoint that the run begins with"
+        )
+    if run.model.hybrid_context_parallel:
+        yield "--dpo keeps the conversations of a pair together, which --hybrid-context-parallel does not; leave it out"
+    checkpoint = run.checkpoint
+    if run.preference.dpo_reference is not None and not (
+        checkpoint.pretrained_checkpoint or (checkpoint.load and checkpoint.finetune)
+    ):
+        yield (
+            "--dpo-reference names the model that a trained one is compared with; say what is trained with "
+            "--pretrained-checkpoint"
+        )
+
+
 def batch_is_divisible(run: RunGroups) -> Iterator[str]:
     """Every optimizer step takes whole microbatches on every data-parallel rank."""
     training, replicas = run.training, run.data_parallel_size
@@ -377,7 +405,7 @@ LOOP_RELATIONS = (
 )  # fmt: skip
 """Relations that only our loop needs: a program with another loop need not say how long it trains."""
 RELATIONS = (
-    run_is_described, training_has_documents, batch_is_divisible, evaluation_batch_is_divisible,
+    run_is_described, training_has_documents, pairs_can_be_compared, batch_is_divisible, evaluation_batch_is_divisible,
     growing_batch_is_possible, phases_have_one_batch_size,
     units_agree, there_is_a_step, warmup_ends_before_the_decay, warmup_rises,
     final_decay_has_a_length,

@@ -18,6 +18,7 @@ from megatron.training.config.distributed import DistributedInitConfig
 from megatron.training.config.in_process import InProcessConfig
 from megatron.training.config.logging import LoggerConfig
 from megatron.training.config.model import GPTModelFlags
+from megatron.training.config.preference import PreferenceConfig
 from megatron.training.config.profiling import ProfilingConfig
 from megatron.training.config.reliability import ReliabilityConfig
 from megatron.training.config.scheduler import SchedulerConfig
@@ -37,6 +38,7 @@ class RunGroups:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
@@ -76,6 +78,11 @@ class RunGroups:
     def data_parallel_size(self) -> int:
         """The same of all sites together, which share every global batch."""
         return self.site_replicas * self.sites.diloco_replicas
+
+    @property
+    def packs_samples(self) -> bool:
+        """True where the samples of a microbatch become one sequence, whose documents do not see one another."""
+        return self.data.sft or self.preference.dpo or self.data.dataloader_inter_document_masking
 
     @property
     def ties_embeddings(self) -> bool:

@@ -24,13 +24,13 @@ _MOST_PROCESSES = 4
 _HEADS = 4
 _LENGTH = 64
 # What is read, written and profiled; the small tokenizer is given below.
-_GROUPS_LEFT_OUT = ("checkpoint", "profiling", "tokenizer")
+_GROUPS_LEFT_OUT = ("checkpoint", "preference", "profiling", "tokenizer")
 # The same among settings of other groups, and what belongs to numbers of layers, samples or ranks that change.
 _LEFT_OUT = frozenset(
     """
     data_path train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path split
     data_cache_path per_dataset_sequences_path object_storage_cache_path dataloader_fast_cache_load
-    dataloader_defer_npy_index_mmap fim_data sft create_attention_mask_in_dataloader
+    dataloader_defer_npy_index_mmap fim_data sft skip_bad_conversations create_attention_mask_in_dataloader
     tensorboard_dir wandb_project wandb_exp_name wandb_entity wandb_save_dir metrics_dir log_progress
     alert_command alert_webhook alert_stall_seconds flight_recorder_dump_path
     exit_interval phase_transition_iterations exit_duration_in_mins iterations_to_skip

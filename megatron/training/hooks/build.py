@@ -38,6 +38,7 @@ from megatron.training.hooks.measures import (
     TrafficHook,
     ZerosHook,
 )
+from megatron.training.hooks.preferences import PreferencesHook
 from megatron.training.hooks.profiler import MemoryHistoryHook, ProfilerHook
 from megatron.training.hooks.progress_history import ProgressHistoryHook
 from megatron.training.hooks.replicas import WeightHashHook
@@ -60,7 +61,7 @@ HOOKS: tuple[type[Hook], ...] = (
     # Phase.WRITE; what the log says is in the file already
     MetricsFileHook, ConsoleHook, EventsHook, AlertsHook, TensorBoardHook, WandbHook, ProgressHistoryHook, LedgerHook,
     # Phase.CONTROL
-    CrashLoopHook, SimulatedFaultsHook, InjectedFaultsHook, SitesHook,
+    CrashLoopHook, SimulatedFaultsHook, InjectedFaultsHook, SitesHook, PreferencesHook,
     ValidationHook, NonFiniteHook, WeightHashHook, OutlierHook, CollectiveTimeoutHook, FreeMemoryHook,
     GarbageCollectionHook, SniffTestHook,
     EvaluationHook, NonLossDataHook, SkipIterationsHook, ExitHook,

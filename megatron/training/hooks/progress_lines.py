@@ -20,8 +20,6 @@ from megatron.training.run import Evaluation
 
 MOST_COLUMNS = 120
 """Of the short line, on any terminal that has as many."""
-_LARGEST_EXPONENT = 20
-"""An untrained model has a finite perplexity in this way."""
 
 
 # ---- what an interval comes to
@@ -206,10 +204,12 @@ def _format_known(value: float | None, form: str, factor: float = 1.0) -> str:
 def format_evaluation_line(iteration: int, evaluation: Evaluation) -> str:
     """Loss and perplexity, and of what they are: means over `evaluation.samples`."""
     where = f"iteration {iteration}" + (f" on {evaluation.split} set" if evaluation.final else "")
-    fields = [
-        f"{name} value: {loss:.6E} | {name} PPL: {compute_perplexity(loss):.6E}"
-        for name, loss in evaluation.losses.items()
-    ]
+    perplexities = evaluation.perplexities
+    fields = []
+    for name, loss in evaluation.losses.items():
+        fields.append(f"{name} value: {loss:.6E}")
+        if name in perplexities:
+            fields.append(f"{name} PPL: {perplexities[name]:.6E}")
     fields += [evaluation.samples] if evaluation.samples else []
     return f" {evaluation.name} loss at {where} | " + " | ".join(fields) + " |"
 
@@ -220,12 +220,6 @@ def format_generated(iteration: int, text: str) -> str:
     shown = "".join(character if character.isprintable() or character == "\n" else "\ufffd" for character in
                     text.expandtabs(4))  # fmt: skip
     return f"text generated at iteration {iteration}:\n{textwrap.indent(shown, '    ', lambda line: True)}"
-
-
-def compute_perplexity(loss: float) -> float:
-    """exp(loss), capped, so that an untrained model has a finite number; NaN of NaN."""
-    # In this order: of NaN and a number `min` returns the first.
-    return math.exp(min(loss, _LARGEST_EXPONENT))
 
 
 # ---- the short line
@@ -310,8 +304,10 @@ def format_short_evaluation(iteration: int, evaluation: Evaluation, columns: int
     """In rows of at most `columns`:
     `validation at iteration 300 (final): lm loss 4.2345, PPL 69.0  10 batches of 8: samples 80 to 159 of 1000`."""
     final = " (final)" if evaluation.final else ""
+    perplexities = evaluation.perplexities
     values = ", ".join(
-        f"{name} {format_number(loss, 7, 4).strip()}, PPL {compute_perplexity(loss):.4g}"
+        f"{name} {format_number(loss, 7, 4).strip()}"
+        + (f", PPL {perplexities[name]:.4g}" if name in perplexities else "")
         for name, loss in evaluation.losses.items()
     )
     line = f"{evaluation.name} at iteration {iteration}{final}: {values}"

@@ -26,7 +26,6 @@ from megatron.core.errors import ConfigError, say
 from megatron.core.line_files import append_lines, read_rows
 from megatron.training.config.container import RunConfig
 from megatron.training.config.logging import LoggerConfig
-from megatron.training.hooks.progress_lines import compute_perplexity
 from megatron.training.metrics import MetricsRow
 from megatron.training.run import Evaluation, Hook, HookContext, Phase, Run
 
@@ -243,7 +242,7 @@ def build_evaluation_points(evaluation: Evaluation, config: LoggerConfig) -> dic
     """Return the points of one evaluation, by curve."""
     points = {f"{name} {evaluation.name}": loss for name, loss in evaluation.losses.items()}
     if config.log_validation_ppl_to_tensorboard:
-        points |= {f"{name} ppl": compute_perplexity(loss) for name, loss in points.items()}
+        points |= {f"{name} {evaluation.name} ppl": value for name, value in evaluation.perplexities.items()}
     return points | evaluation.scores
 
 

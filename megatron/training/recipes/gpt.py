@@ -9,28 +9,26 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron.core.errors import ConfigError
 from megatron.planner.memory import Workload
 from megatron.training.config.container import RunConfig
+from megatron.training.recipes.forward_step import forward_step
 from megatron.training.recipes.gpt_data import build_gpt_datasets
 from megatron.training.recipes.recipe import Recipe
 from megatron.training.recipes.vocabulary import build_tokenizer, compute_padded_vocab_size, compute_vocab_size
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import nn
 
-    from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tokenizers.base import Tokenizer
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_config import TransformerConfig
-
-LossOutput = tuple["Tensor", "Tensor", dict[str, "Tensor"]]
 
 
 def build_gpt_recipe(config: RunConfig, tokenizer: Tokenizer | None = None) -> Recipe:
@@ -53,7 +51,7 @@ def build_gpt_recipe(config: RunConfig, tokenizer: Tokenizer | None = None) -> R
         padded_vocab_size=padded_vocab_size,
         build_model=functools.partial(build_gpt_model, config, padded_vocab_size),
         build_datasets=functools.partial(build_gpt_datasets, config, tokenizer),
-        forward_step=forward_step,
+        forward_step=build_forward_step(config),
         max_sequence_length=config.gpt.max_position_embeddings if learns_positions else None,
         count_flops_per_token=functools.partial(count_gpt_flops_per_token, config, padded_vocab_size),
         workload=describe_gpt_workload(config, padded_vocab_size),
@@ -64,46 +62,17 @@ def build_gpt_recipe(config: RunConfig, tokenizer: Tokenizer | None = None) -> R
 # ---- the forward step
 
 
-def forward_step(
-    batches: Iterator[dict[str, Tensor]], model: DistributedDataParallel
-) -> tuple[Tensor, Callable[[Tensor], LossOutput]]:
-    """The model on this rank's tokens of the next microbatch: each token's loss [b, s], and how to reduce it."""
-    batch, packed_seq_params, cp_group = next(batches), None, model.groups.cp
-    if "cu_seqlens" in batch:
-        from megatron.core.packed_seq_params import pack_batch
+def build_forward_step(config: RunConfig) -> Callable[..., Any]:
+    """The forward step of the run: a language model's, or with --dpo a step on pairs of answers."""
+    if not config.preference.dpo:
+        return forward_step
+    from megatron.training.recipes.preference import PreferenceStep
 
-        batch, packed_seq_params = pack_batch(batch, model.groups.hybrid_cp)
-        # With dynamic context parallelism every batch names the ranks that share it.
-        cp_group = (packed_seq_params and packed_seq_params.cp_group) or cp_group
-    if cp_group.size() > 1:
-        from megatron.core.context_parallel.sharding import get_batch_on_this_cp_rank
-
-        # Every rank reads full sequences and keeps its piece: nothing about the data is sent.
-        batch = get_batch_on_this_cp_rank(batch, cp_group)
-    output = model(
-        batch["tokens"],
-        batch["position_ids"],
-        batch.get("attention_mask"),
-        labels=batch["labels"],
-        loss_mask=batch["loss_mask"],
-        packed_seq_params=packed_seq_params,
-    )
-    return output, functools.partial(loss_func, batch["loss_mask"])
-
-
-def loss_func(loss_mask: Tensor, output: Tensor) -> LossOutput:
-    """Loss of one microbatch: its sum over the tokens that count, their number, and both once more for the log.
-
-    loss_mask, output: [b, s], output being each token's loss in float32.
-    """
-    import torch
-
-    mask = loss_mask.flatten()
-    # A sum, not a mean: dividing comes after the sums of all microbatches and ranks are known.
-    loss_sum = (output.flatten() * mask).sum()
-    num_tokens = mask.sum()
-    # detach: the log must not keep the graph of the whole model alive.
-    return loss_sum, num_tokens, {"lm loss": torch.stack([loss_sum.detach(), num_tokens])}
+    step = PreferenceStep(config.preference)
+    # It has pairs without numbers, and runs no pass over them.
+    if config.profiling.dry_run:
+        step.set_references({0: (0.0, 0.0)})
+    return step
 
 
 # ---- the model

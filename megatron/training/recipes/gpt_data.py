@@ -45,6 +45,7 @@ def choose_dataset(config: RunConfig, tokenizer: Tokenizer) -> tuple[type[Megatr
     """The class of dataset that the settings ask for, and its settings."""
     from megatron.core.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+    from megatron.core.datasets.preference_dataset import PreferenceDataset
     from megatron.core.datasets.sequence_counts import read_sequence_counts
     from megatron.core.datasets.sft_dataset import SFTDataset
     from megatron.core.device import current_device
@@ -88,7 +89,10 @@ def choose_dataset(config: RunConfig, tokenizer: Tokenizer) -> tuple[type[Megatr
         "inter_document_masking": data.dataloader_inter_document_masking,
         "allow_ambiguous_pad_tokens": data.allow_ambiguous_pad_tokens,
         "drop_last_partial_validation_sequence": data.drop_last_partial_validation_sequence,
+        "skip_bad_conversations": data.skip_bad_conversations,
     }
+    if config.preference.dpo:
+        return PreferenceDataset, GPTDatasetConfig(**settings)
     if data.sft:
         return SFTDataset, GPTDatasetConfig(**settings)
     if data.fim_data:

@@ -19,7 +19,6 @@ from megatron.training.hooks.progress_lines import (
     Clock,
     Interval,
     Pace,
-    compute_perplexity,
     format_count,
     format_duration,
     format_number,
@@ -28,7 +27,7 @@ from megatron.training.hooks.progress_lines import (
 )
 from megatron.training.hooks.terminal_view import RichView, draw_curve
 from megatron.training.metrics import MetricsRow
-from megatron.training.run import Hook, Run, StepResult
+from megatron.training.run import Evaluation, Hook, Run, StepResult
 from tests.support.tiny_training import finish, prepare, train_tiny
 
 DOCUMENT = Path(__file__).parents[4] / "docs" / "logging.md"
@@ -182,8 +181,8 @@ def test_the_mean_loss_is_of_the_steps_that_count() -> None:
 
 
 def test_perplexity_is_finite_for_an_untrained_model_and_none_of_nan() -> None:
-    assert compute_perplexity(1000.0) == math.exp(20)
-    assert math.isnan(compute_perplexity(math.nan))
+    perplexities = Evaluation("test", {"a": 1000.0, "b": math.nan, "dpo loss": 0.7}, final=True).perplexities
+    assert perplexities["a"] == math.exp(20) and math.isnan(perplexities["b"]) and len(perplexities) == 2
 
 
 # ---- how long the rest takes

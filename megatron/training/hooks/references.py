@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pass over all pairs of answers before the first step: the reference model's log-probabilities of each."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron.core.collectives import all_gather_object, broadcast_object
+from megatron.core.errors import ConfigError, say
+from megatron.training.checkpoint.foreign_files import load_adapter
+from megatron.training.checkpoint.save_and_load import load_checkpoint, load_weights
+from megatron.training.data.loading import SPLITS, load_samples
+from megatron.training.data.samples import PADDING, WholeSampler
+from megatron.training.recipes.preference import PreferenceStep, References
+from megatron.training.run import Run
+
+if TYPE_CHECKING:
+    from megatron.training.data.loading import Batch
+
+_REPORTED = ("numbers", "log_probs", "lengths")
+_LINE_SECONDS = 10.0
+"""Between two lines that say how far the pass is."""
+
+
+def complete_references(run: Run) -> None:
+    """Give a step on pairs of answers the references of all pairs of the run's data. Every rank calls this.
+
+    Raises ConfigError where the weights to measure them with are no longer there.
+    """
+    step = run.recipe.forward_step
+    if not isinstance(step, PreferenceStep) or not step.needs_references:
+        return
+    known = step.references
+    seen = set(known)
+    wanted = {name: _list_new_pairs(run, name, seen) for name in SPLITS}
+    count = sum(len(indices) for parts in wanted.values() for indices in parts)
+    directory = _choose_weights(run, count)
+    found = dict(known)
+    done, started_at = 0, time.monotonic()
+    told_at = started_at
+    for name, parts in wanted.items():
+        for part, indices in enumerate(parts):
+            for measured in _measure(run, step, name, part, indices):
+                found |= measured
+                done, now = done + len(measured), time.monotonic()
+                if run.is_first_rank and now - told_at > _LINE_SECONDS:
+                    told_at, rate = now, done / (now - started_at)
+                    say(
+                        f"reference log-probabilities: {done} of {count} pairs, {rate:.1f} pairs/s, "
+                        f"{(count - done) / rate:.0f} s left"
+                    )
+    if directory is not None and count:
+        # What the run goes on with, once more.
+        load_checkpoint(run)
+        load_adapter(run)
+    if run.is_first_rank and count:
+        source = directory or "the weights of the beginning"
+        say(
+            f"reference log-probabilities: {count} pair{'s' if count > 1 else ''} by {source}, {time.monotonic() - started_at:.1f} s"
+        )
+    step.set_references(found, run.device)
+
+
+def _choose_weights(run: Run, count: int) -> str | None:
+    """Load the reference model where the run has other weights by now, and return its directory. count: of new pairs.
+
+    Raises ConfigError where it is gone.
+    """
+    directory, flag = run.config.preference.dpo_reference, "--dpo-reference"
+    if directory is None and run.progress.iteration:
+        directory, flag = run.config.checkpoint.pretrained_checkpoint, "--pretrained-checkpoint"
+    if run.progress.iteration and count and (directory is None or run.config.model.lora_rank is not None):
+        raise ConfigError(
+            f"{count} pairs of the data were not among those of the run's first start, and the weights of that time, "
+            "by which they would be judged, are gone; begin a new run with --pretrained-checkpoint, or leave the data "
+            "and --train-iters as they were"
+        )
+    if directory is not None and count:
+        load_weights(run, flag, directory)
+    return directory
+
+
+def _list_new_pairs(run: Run, split: str, seen: set[int]) -> list[list[int]]:
+    """Of each dataset of a split the samples with a pair that was not seen before; adds their pairs to `seen`."""
+    found = []
+    for dataset in run.data.parts(split):
+        new = []
+        for index in range(len(dataset)):
+            number = int(dataset[index]["pair"])
+            if number not in seen:
+                seen.add(number)
+                new.append(index)
+        found.append(new)
+    return found
+
+
+@torch.no_grad()
+def _measure(run: Run, step: PreferenceStep, split: str, part: int, indices: Sequence[int]) -> Iterator[References]:
+    """What the model makes of some samples, a global batch of an evaluation at a time; the same on all ranks."""
+    # Each site measures all pairs, so that none need be exchanged.
+    settings = dataclasses.replace(
+        run.data.settings.choose_split(split), dp_rank=run.groups.dp.rank(), dp_size=run.groups.dp.size()
+    )
+    microbatches = run.evaluation_batch_size // run.evaluation_samples_per_microbatch
+    per_batch = settings.micro_batch_size * settings.dp_size * microbatches
+    rounds = -(len(indices) // -per_batch)
+    sampler = WholeSampler(
+        len(indices), rounds * microbatches, settings.micro_batch_size, settings.dp_rank, settings.dp_size
+    )
+    chosen = [[PADDING if place == PADDING else indices[place] for place in places] for places in sampler]
+    actions = run.evaluation_schedule(microbatches)
+    batches: Iterator[Batch] = load_samples(run.data.parts(split)[part], split, chosen, settings)
+    for chunk in run.model:
+        chunk.eval()
+    with contextlib.closing(batches):  # type: ignore[type-var]
+        for _ in range(rounds):
+            outputs = run.executor.run(
+                actions, step.measure, batches, forward_only=True, activation_shape=run.evaluation_shape
+            )
+            yield _gather(run, outputs.loss_dicts)
+    for chunk in run.model:
+        chunk.train()
+
+
+def _gather(run: Run, measured: Sequence[dict[str, Any]]) -> References:
+    """What all replicas have measured, from the last stage on every rank."""
+    own = {
+        number: tuple(pair)
+        for report in measured
+        for number, pair, lengths in zip(*(report[name].tolist() for name in _REPORTED), strict=True)
+        if min(lengths) > 0  # else a sample that fills up a batch
+    }
+    of_all = all_gather_object(own, run.groups.dp)
+    of_last_stage = broadcast_object(of_all, run.groups.pp, run.groups.last_stage)
+    return {number: pair for part in of_last_stage for number, pair in part.items()}
