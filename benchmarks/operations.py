@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from benchmarks.measurements import Report, choose_dtype, measure, measure_ceilings
 from megatron.core import device as device_module
+from megatron.core.device_kernels import find_product_obstacle
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.errors import MegatronError
@@ -192,7 +193,7 @@ class _Layer:
 def _list_products(sizes: Sizes) -> Iterator[tuple[str, Product]]:
     yield "layer", choose_product(build_config(sizes))
     # Emulated elsewhere, which says nothing about speed.
-    if device_module.has_fp8_products(sizes.device) or sizes.is_tiny:
+    if find_product_obstacle(sizes.device, (8, 9)) is None or sizes.is_tiny:
         groups = ProcessGroupCollection.single()
         layer = nn.Module()
         layer.product = choose_product(build_config(sizes))  # type: ignore[assignment]

@@ -129,11 +129,6 @@ def has_wide_sums(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
-def has_fp8_products(device: torch.device) -> bool:
-    """Return whether the device multiplies 8-bit floating-point numbers: GPUs of compute capability 8.9 and above."""
-    return is_cuda(device) and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 def find_kernel_obstacle(device: torch.device) -> str | None:
     """Return why Triton does not compile kernels for the device, in words for the log; None where it should."""
     if not is_cuda(device):
@@ -237,24 +232,6 @@ def use_deterministic_algorithms() -> None:
     # The filling is a further pass over every new tensor, and nothing of ours reads before it writes.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
-
-
-def activate_flash_attention(version: int) -> None:
-    """Make torch's flash attention this version from now on: 2, which torch includes, or 3 or 4, from a package.
-
-    Raises ConfigError where that package is missing or does not fit.
-    """
-    if version == 2:
-        # Releases without it have no other version.
-        getattr(torch.nn.attention, "restore_flash_attention_impl", lambda **options: None)(_raise_warn=False)
-        return
-    try:
-        torch.nn.attention.activate_flash_attention_impl(f"FA{version}")
-    except (AttributeError, ImportError, RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"--flash-attention-version {version} cannot be used here ({error}); install the package that brings it, "
-            "or give --flash-attention-version 2, PyTorch's own"
-        ) from error
 
 
 # ---- time and profiles

@@ -269,7 +269,7 @@ def test_a_kernel_starts_on_the_device_of_its_tensors(monkeypatch: pytest.Monkey
 def test_the_log_names_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     config = read_config("--swiglu --num-experts 4 --moe-grouped-gemm --position-embedding-type rope").model
     without = describe_operations(config, torch.device("cpu"))
-    monkeypatch.setattr(operations, "kernels_work", lambda device: True)
+    monkeypatch.setattr(launching, "kernels_work", lambda device: True)
     found = describe_operations(config, torch.device("cpu"))
     changed = {name for name, text in found.items() if without[name] != text}
     assert changed == {"norm", "activation", "rotary positions", "cross entropy"}
@@ -279,6 +279,6 @@ def test_the_log_names_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_log_says_why_a_gpu_has_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operations, "find_obstacle", lambda device: "the Python package triton is not installed")
+    monkeypatch.setattr(launching, "find_obstacle", lambda device: "the Python package triton is not installed")
     said = operations.describe_kernels(torch.device("cuda", 0))
     assert said == {"kernels": "PyTorch's own alone: the Python package triton is not installed"}

@@ -23,7 +23,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from megatron.core.optional_deps import OPTIONAL
 from tests.support.source_code import ROOT, Import, Source, docstrings, dotted
 
-KERNELS = ("core.kernels", "core.activations", "core.fp8", "core.fp4")
+KERNELS = (
+    "core.kernels", "core.operation_table", "core.activations", "core.fp8", "core.fp4", "core.scaled_products"
+)  # fmt: skip
 """GPU kernels, and the modules of the ground that use them."""
 GROUND = ("core", "core.sequences", "core.plan", "core.dist_checkpointing", *KERNELS)
 MODEL_TOWER = ("core.context_parallel", "core.tensor_parallel", "core.transformer", "core.ssm", "core.models")
@@ -65,6 +67,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "core.activations": ("core", "core.kernels"),
     "core.fp8": ("core", "core.kernels"),
     "core.fp4": ("core", "core.kernels", "core.fp8"),
+    "core.scaled_products": ("core", "core.kernels", "core.fp8", "core.fp4"),
+    "core.operation_table": ("core", "core.kernels"),
     "core.context_parallel": ("core",),
     "core.tensor_parallel": ("core", *KERNELS),
     "core.transformer": (*GROUND, "core.context_parallel", "core.tensor_parallel"),

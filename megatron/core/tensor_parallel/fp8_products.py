@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from megatron.core import fp4
 from megatron.core.collectives import all_reduce
-from megatron.core.device import current_device, device_name, has_fp8_products, is_cuda
+from megatron.core.device import current_device, device_name
 from megatron.core.errors import ConfigError
 from megatron.core.fp8 import (
     E4M3,
@@ -42,11 +42,11 @@ from megatron.core.fp8 import (
     find_amax,
     make_rows_contiguous,
     multiply_emulated,
-    multiply_natively,
     quantise_blocks,
     quantise_tensor,
 )
 from megatron.core.kernels import launching
+from megatron.core.operation_table import EMULATED, ONE_SCALE, Case, Way, choose
 from megatron.core.process_groups_config import Group
 from megatron.core.tensor_parallel.products import Kept, Matmul, Product
 
@@ -71,7 +71,8 @@ class FP8Recipe:
     takes_largest: bool = False
     """Of the remembered amaxes; otherwise the last one."""
     rounds_weight_grad: bool = True
-    is_native: bool = False
+    way: Way = EMULATED
+    """Row of `linear` that multiplies."""
     measures: bool = False
     """True if to sum up STATISTICS."""
     may_fall_back: bool = False
@@ -87,7 +88,12 @@ class FP8Recipe:
     def has_one_scale(self, operand: int) -> bool:
         """Return whether rounding is the same for either direction of the sum."""
         has_square_blocks = self.name in ("blockwise", "nvfp4")
-        return self.name in ("delayed", "tensorwise") or (has_square_blocks and operand == WEIGHT)
+        return self.name in ONE_SCALE or (has_square_blocks and operand == WEIGHT)
+
+    @property
+    def is_native(self) -> bool:
+        """True if the tensor cores multiply the low-precision values."""
+        return self.way is not EMULATED
 
     @property
     def largest_in_e4m3(self) -> float:
@@ -117,34 +123,25 @@ class FP8Recipe:
     def describe(self) -> str:
         """For the log: `FP8 hybrid, delayed scales, emulated in float32`."""
         if self.name == "nvfp4":
-            return "NVFP4, emulated in float32"
-        how = "torch._scaled_mm" if self.is_native else "emulated in float32"
-        return f"FP8 {'hybrid' if self.hybrid else 'e4m3'}, {self.name} scales, {how}"
+            return f"NVFP4, {self.way.name}"
+        return f"FP8 {'hybrid' if self.hybrid else 'e4m3'}, {self.name} scales, {self.way.name}"
 
 
-def find_kernel(recipe: str, *, emulates: bool, device: torch.device) -> bool:
-    """Return whether products run on the device's kernel for 8 bits; False where they are emulated.
+def choose_way(recipe: str, *, emulates: bool, device: torch.device) -> Way:
+    """Return the row of `linear` that multiplies on the device.
 
     emulates: --fp8-emulation. Raises ConfigError for a GPU that cannot, unless it is to be emulated there.
     """
-    if emulates or not is_cuda(device):
-        return False
-    if recipe == "nvfp4":
+    asked = frozenset(("emulation",) if emulates else ())
+    choice = choose("linear", Case(recipe, device, asked=asked))
+    if not choice.ways:
+        flag = "--fp4-recipe" if recipe == "nvfp4" else "--fp8-recipe"
+        native, obstacle = next(iter(choice.passed_over.items()))
         raise ConfigError(
-            "--fp4-recipe nvfp4 has no kernel for GPUs here; train with --fp8-format or with --bf16 alone, or add "
-            "--fp8-emulation, which computes the same numbers more slowly"
+            f"{flag} {recipe} has no products on {device_name()}: {native}: {obstacle}; use another recipe or --bf16 "
+            "alone, or add --fp8-emulation, which computes the same numbers more slowly"
         )
-    if not has_fp8_products(device):
-        raise ConfigError(
-            f"{device_name()} has no FP8 products, which began with compute capability 8.9; train "
-            "with --bf16 alone, or add --fp8-emulation, which computes the same numbers more slowly"
-        )
-    if recipe not in ("delayed", "tensorwise"):
-        raise ConfigError(
-            f"--fp8-recipe {recipe} has no kernel for GPUs here; use --fp8-recipe delayed or tensorwise, or add "
-            "--fp8-emulation, which computes the same numbers more slowly"
-        )
-    return True
+    return choice.way
 
 
 class HasScales(nn.Module):
@@ -181,7 +178,8 @@ class FP8Matmul(Product, HasScales):
         tokens, and of one weight."""
         HasScales.__init__(self)
         self.recipe, self.accumulates, self.out_dtype = recipe, accumulates, out_dtype
-        self.has_smaller_form = keeps_rounded_input and recipe.rounds_weight_grad
+        # A row's scale is of all tokens that a weight gradient sums, of which a rank may have a part.
+        self.has_smaller_form = keeps_rounded_input and recipe.rounds_weight_grad and recipe.name != "rowwise"
         self.turns_input = self.has_smaller_form
         """True if an input is saved for backward in the order in which the weight gradient reads it."""
         self.name = recipe.describe()
@@ -196,6 +194,7 @@ class FP8Matmul(Product, HasScales):
             self.register_buffer("amax_history", torch.zeros(len(OPERANDS), recipe.history_length, device=device))
             self.register_buffer("amax", torch.zeros(len(OPERANDS), device=device))
             self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=device))
+        self._multiply_natively = recipe.way.load()
         # In the first step of this process, operands without a history have the scales of whole matrices.
         self._sharers = sharers
         # The greatest values of the step under way, and of those that kernels have found the bits.
@@ -265,7 +264,8 @@ class FP8Matmul(Product, HasScales):
 
     def _add_product(self, a: Operand, b: Operand, into: Tensor) -> None:
         """into [m, n] += a [m, k] times b [n, k] transposed, for weight gradients."""
-        if self.recipe.is_native and into.dtype == torch.float32 and launching.uses_kernels(into):
+        has_kernel = self.recipe.is_native and self.recipe.name in ONE_SCALE
+        if has_kernel and into.dtype == torch.float32 and launching.uses_kernels(into):
             from megatron.core.kernels import fp8_weight_grad
 
             left, right = (make_rows_contiguous(operand.values) for operand in (a, b))
@@ -280,7 +280,7 @@ class FP8Matmul(Product, HasScales):
     ) -> Tensor:
         if self.recipe.is_native:
             # Weight gradients are sums over all tokens, into float32 or rounded once at their end.
-            product = multiply_natively(a, b, dtype, sums_fast=sums_fast)
+            product: Tensor = self._multiply_natively(a, b, dtype, sums_fast=sums_fast)
             return product if bias is None else product.add_(bias)
         product = multiply_emulated(a, b)
         return (product if bias is None else product.add_(bias)).to(dtype)
@@ -306,6 +306,8 @@ class FP8Matmul(Product, HasScales):
             rounded = fp4.quantise_nvfp4(matrix, block, at_random=operand == GRAD)
         elif recipe.name == "mxfp8":
             rounded = quantise_blocks(matrix, dtype, (1, MX_BLOCK), mx=True)
+        elif recipe.name == "rowwise":
+            rounded = quantise_blocks(matrix, dtype, (1, max(1, matrix.shape[-1])))
         else:
             rounded = self._round_by_one_scale(operand, matrix, turns=turns)
         if recipe.measures and self.training:

@@ -30,8 +30,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.device import has_wide_sums, is_cpu
+from megatron.core.device import current_device, has_wide_sums, is_cpu
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.operation_table import Case, choose
 from megatron.core.tensor_parallel.kept_activations import has_way
 from megatron.core.tensor_parallel.parameters import parameter_dtype
 
@@ -120,7 +121,7 @@ class Matmul(Product):
         assert not (by_autograd and (accumulates or out_dtype)), "torch's own gradients are plain ones"
         self.accumulates, self.by_autograd, self.out_dtype = accumulates, by_autograd, out_dtype
         self.is_plain = out_dtype is None
-        self.name = "torch matmul, weight gradient " + ("added into main_grad" if accumulates else "by autograd")
+        self.name = choose("linear", Case("accumulated" if accumulates else "autograd", current_device())).way.name
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
         """Multiply x [..., in] by the weight, and add the bias: -> [..., out]."""
@@ -137,8 +138,7 @@ class Matmul(Product):
             y = rows.to(self.out_dtype) @ weight.to(self.out_dtype).t()
         else:
             y = torch.mm(rows, weight.t(), out_dtype=self.out_dtype)
-        y = y if bias is None else y.add_(bias)
-        return y.view(*x.shape[:-1], -1)
+        return (y if bias is None else y.add_(bias)).view(*x.shape[:-1], -1)
 
     def input_grad(self, grad: Tensor, weight: Tensor, ends: Tensor | None = None) -> Tensor:
         """Output gradients [tokens, out] -> input gradients [tokens, in]."""

@@ -25,9 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.device import is_cpu
+from megatron.core.device import current_device, is_cpu
 from megatron.core.errors import ConfigError
 from megatron.core.kernels import launching
+from megatron.core.operation_table import WIDEST_NORM, Case, Choice, choose
 from megatron.core.process_groups_config import Group
 from megatron.core.tensor_parallel.layers import tensor_parallel_split
 from megatron.core.tensor_parallel.mappings import (
@@ -40,20 +41,14 @@ from megatron.core.transformer.compiled_regions import Compile, is_compiled
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-_WIDEST = 8192
-"""Channels that a kernel of ours normalises: all of a token's lie in the registers of one program."""
 
-
-def uses_fused_norm(config: TransformerConfig) -> bool:
-    """Return whether norms run as one operation; a compiler fuses the elementary ones."""
-    return config.persist_layer_norm and not is_compiled(config, "norm")
-
-
-def has_norm_kernel(config: TransformerConfig) -> bool:
-    """Return whether a kernel of ours normalises the residual stream where kernels run."""
-    assert config.hidden_size is not None
+def choose_norm(config: TransformerConfig, width: int, device: torch.device) -> Choice:
+    """Return the ways of a norm over so many channels, the one that is taken first."""
+    is_fused = config.persist_layer_norm and not is_compiled(config, "norm")  # a compiler fuses elementary operations
+    kind = "fused" if is_fused else "compiled" if config.compile else "elementary"
     has_all = config.norm_parameters == "all" or (config.norm_parameters, config.normalization) == ("weight", "RMSNorm")
-    return uses_fused_norm(config) and config.hidden_size <= _WIDEST and has_all
+    asked = frozenset(() if has_all else ("fewer parameters",))
+    return choose("norm", Case(kind, device, widths=(width,), asked=asked))
 
 
 class Norm(MegatronModule, ABC):
@@ -83,7 +78,7 @@ class Norm(MegatronModule, ABC):
         self.eps = config.layernorm_epsilon if eps is None else eps
         # Stored around zero, the weight is pulled by weight decay towards a norm that changes nothing.
         self.zero_centered = config.layernorm_zero_centered_gamma
-        self.is_fused = uses_fused_norm(config)
+        self.is_fused = "fused" in choose_norm(config, hidden_size, current_device()).way.kinds
         # With sequence parallelism each rank normalises only its tokens.
         by_sequence = ("tp",) if config.sequence_parallel else ()
         self.partial = by_sequence if partial_grad_axes is None else tuple(partial_grad_axes)
@@ -128,7 +123,7 @@ class Norm(MegatronModule, ABC):
         return self.joins_stream and self._runs_kernel(x, *others)
 
     def _runs_kernel(self, *tensors: Tensor | None) -> bool:
-        is_fit = self.is_fused and self.hidden_size <= _WIDEST
+        is_fit = self.is_fused and self.hidden_size <= WIDEST_NORM
         return is_fit and launching.uses_kernels(*tensors, self.weight)
 
     def _normalise(self, x: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch.distributed import PrefixStore, Store
 from megatron.core import device as device_module
 from megatron.core.collectives import all_reduce
 from megatron.core.context_parallel.planning import count_ranks_of_sample
+from megatron.core.device_kernels import activate_flash_attention
 from megatron.core.device_links import gpus_have_links
 from megatron.core.dist_checkpointing.crash_points import arm
 from megatron.core.errors import ConfigError, explain_refused_memory, format_bytes
@@ -107,7 +108,7 @@ def initialize(config: RunConfig, seat: Seat | None = None) -> Process:
         keep_freed_host_memory()
     device_module.allow_bf16_reduced_precision_sums(not config.model.disable_bf16_reduced_precision_matmul)
     if config.model.flash_attention_version is not None:
-        device_module.activate_flash_attention(config.model.flash_attention_version)
+        activate_flash_attention(config.model.flash_attention_version)
     # Before ranks meet: every rank refuses a layout that does not fit by itself, without a time-out.
     grid = build_rank_grid(config, launch.world_size)
     timeout = timedelta(minutes=config.distributed.distributed_timeout_minutes)

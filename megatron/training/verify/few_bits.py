@@ -111,7 +111,7 @@ class ProductReference:
     def _round_weight(self, weight: Tensor, *, turned: bool = False) -> Tensor:
         """The matrices that dY or X is multiplied by, float64; turned: what blocks along the sum are for dX."""
         stack = weight if weight.dim() == 3 else weight[None]
-        along_out = turned and self.recipe == "mxfp8"
+        along_out = turned and self.recipe in ("mxfp8", "rowwise")
         amax = self._find_amax(WEIGHT, stack)
         matrices = [self._round(WEIGHT, w.mT if along_out else w, amax).mean for w in stack.detach()]
         return torch.stack([w.mT if along_out else w for w in matrices])
@@ -135,7 +135,7 @@ class ProductReference:
             return _Rounded(grid.round((x * scale).double()) * (1.0 / scale).double())
         if self.recipe == "nvfp4":
             return self._round_to_4_bits(x, x.abs().max() if amax is None else amax, operand)
-        width = {"blockwise": 128, "mxfp8": 32}[self.recipe]
+        width = {"blockwise": 128, "mxfp8": 32, "rowwise": max(1, x.shape[1])}[self.recipe]
         of_block = _find_block_amax(x, width if operand == WEIGHT and self.recipe == "blockwise" else 1, width)
         # Divided in float32, as its definition has it; a power of two that saturates nothing needs no rounding.
         quotient = grid.largest / (of_block.double() if self.recipe == "mxfp8" else of_block)

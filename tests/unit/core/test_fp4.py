@@ -13,7 +13,7 @@ from megatron.core import fp4
 from megatron.core.errors import ConfigError
 from megatron.core.fp4 import quantise_nvfp4, round_to_e2m1, transform
 from megatron.core.fp8 import quantise_blocks
-from megatron.core.tensor_parallel.fp8_products import FP8Matmul, FP8Recipe, find_kernel
+from megatron.core.tensor_parallel.fp8_products import FP8Matmul, FP8Recipe
 from megatron.core.transformer.moe.grouped_products import FP8Experts
 from tests.support.gpt_models import build_model, read_config
 from tests.unit.tensor_parallel.test_fp8_layers import WIDE, list_fp8, losses_and_grads, saved_bytes
@@ -247,10 +247,3 @@ def test_what_does_not_fit_is_one_sentence(flags: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_config(f"--fp4-format e2m1 {flags}")
     assert sum(sentence in line for line in str(caught.value).splitlines()) == 1
-
-
-def test_a_gpu_emulates_when_it_is_told_to() -> None:
-    cuda = torch.device("cuda", 0)
-    with pytest.raises(ConfigError, match="--fp4-recipe nvfp4 has no kernel.*--fp8-emulation"):
-        find_kernel("nvfp4", emulates=False, device=cuda)
-    assert not find_kernel("nvfp4", emulates=True, device=cuda)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.device import has_fp8_products
 from megatron.core.fp8 import (
     E4M3,
     E5M2,
@@ -30,6 +29,7 @@ from megatron.core.fp8 import (
     unpack_rows,
     widen,
 )
+from megatron.core.operation_table import EMULATED, OPERATIONS, Case, choose
 from megatron.core.process_groups_config import SingleRankGroup
 from megatron.core.tensor_parallel.fp8_products import (
     GRAD,
@@ -43,7 +43,8 @@ from megatron.core.tensor_parallel.fp8_products import (
 from megatron.core.transformer.moe.grouped_products import FP8Experts
 
 FORMATS = [E4M3, E5M2]
-RECIPES = ["delayed", "tensorwise", "blockwise", "mxfp8"]
+RECIPES = ["delayed", "tensorwise", "blockwise", "mxfp8", "rowwise"]
+NATIVE = OPERATIONS["linear"][0]
 ONE = torch.ones(())
 
 
@@ -206,7 +207,7 @@ def test_weight_gradients_alone_are_summed_in_float32(monkeypatch: pytest.Monkey
         return multiply(*operands, **options)
 
     monkeypatch.setattr(torch, "_scaled_mm", ask)
-    product = FP8Matmul(recipe("tensorwise", is_native=True))
+    product = FP8Matmul(recipe("tensorwise", way=NATIVE))
     x, weight, grad = torch.randn(32, 16), torch.randn(48, 16), torch.randn(32, 48)
     product.forward(x, weight)
     product.input_grad(grad, weight)
@@ -231,8 +232,9 @@ def recipe(name: str, **changes: object) -> FP8Recipe:
 def definition(name: str, operand: int, matrix: Tensor) -> Tensor:
     """A matrix as its recipe rounds it, summed over its last dimension; float32."""
     dtype = E5M2 if operand == GRAD else E4M3
-    if name in ("blockwise", "mxfp8"):
-        block = {"mxfp8": (1, 32), "blockwise": (128, 128) if operand == WEIGHT else (1, 128)}[name]
+    if name in ("blockwise", "mxfp8", "rowwise"):
+        of_blocks = (128, 128) if operand == WEIGHT else (1, 128)
+        block = {"mxfp8": (1, 32), "blockwise": of_blocks, "rowwise": (1, matrix.shape[-1])}[name]
         return quantise_blocks(matrix, dtype, block, mx=name == "mxfp8").dequantise()
     return rounded(matrix, dtype).dequantise()
 
@@ -248,17 +250,14 @@ def expected_products(name: str, x: Tensor, weight: Tensor, grad: Tensor) -> lis
     ]
 
 
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("name", "native"), [*((name, False) for name in RECIPES), *((name, True) for name in NATIVE.kinds)]
+)
 def test_three_products(name: str, native: bool, request: pytest.FixtureRequest) -> None:
-    if native and name in ("blockwise", "mxfp8"):
-        with pytest.raises(AssertionError, match="blocks"):
-            FP8Matmul(recipe(name, is_native=True)).forward(torch.ones(2, 128), torch.ones(128, 128))
-        return
     if native:
         request.getfixturevalue("native_products")
     x, weight, grad = torch.randn(3, 7, 128), torch.randn(256, 128), torch.randn(21, 256)
-    product, bias = FP8Matmul(recipe(name, is_native=native)), torch.randn(256)
+    product, bias = FP8Matmul(recipe(name, way=NATIVE if native else EMULATED)), torch.randn(256)
     main_grad = torch.ones(256, 128)
     y, dx, dw = expected_products(name, x.flatten(0, 1), weight, grad)
     torch.testing.assert_close(product.forward(x, weight, bias), (y + bias).view(3, 7, 256), rtol=1e-5, atol=1e-4)
@@ -421,19 +420,21 @@ def test_gradients_are_rounded_once_for_both_products(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["delayed", "tensorwise"])
+@pytest.mark.parametrize("name", EMULATED.kinds)
 def test_a_gpu_multiplies_what_emulation_multiplies(name: str) -> None:
     """The same 8-bit values on the device's own kernel: results differ by the order of sums, and are rounded once."""
-    if not has_fp8_products(torch.device("cuda", 0)):
-        pytest.skip("FP8 products begin with compute capability 8.9")
+    gpu = torch.device("cuda", 0)
+    ways = choose("linear", Case(name, gpu)).ways
+    if not ways:
+        pytest.skip("this GPU has no such products")
     generator = torch.Generator().manual_seed(4)
     x, weight, grad = (
         torch.randn(*shape, generator=generator).to("cuda", torch.bfloat16)
         for shape in ((21, 256), (512, 256), (21, 512))
     )
     results = []
-    for is_native in (True, False):
-        product, main_grad = FP8Matmul(recipe(name, is_native=is_native)), torch.zeros(512, 256, device="cuda")
+    for way in (ways[0], EMULATED):
+        product, main_grad = FP8Matmul(recipe(name, hybrid=name != "nvfp4", way=way)), torch.zeros(512, 256, device=gpu)
         y, kept = product.forward_keeping(x, weight)
         dx = product.input_grad(grad, weight)
         product.weight_grad(grad, kept, weight, main_grad)

@@ -30,7 +30,7 @@ LINEAR_LAYERS = (
 """The linear layers that a transformer layer may have, by their names in it."""
 
 # A block of one scale is never cut in two; of recipes with one scale per tensor GPU kernels read 16 values at a time.
-MULTIPLES = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32, "nvfp4": 16}
+MULTIPLES = {"delayed": 16, "tensorwise": 16, "rowwise": 16, "blockwise": 128, "mxfp8": 32, "nvfp4": 16}
 """Recipe -> what the widths of linear layers must be multiples of."""
 LAST_BLOCK = 16
 """Divisor of the width of the last of several blocks of 128 columns, where no ranks share the columns."""
@@ -44,12 +44,12 @@ class PrecisionFields(ArchitectureFields):
     """Multiply in FP8 in the linear layers and experts of all transformer layers. e4m3: all operands; hybrid: output
     gradients in e5m2, which has more range and less precision. Weights, gradients and everything else keep their
     dtypes."""
-    fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "custom"] = flag(
+    fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "rowwise", "custom"] = flag(
         "delayed", unsupported_choices=("custom",), kind="numerics", needs=_FP8
     )
     """Source of the operands' scales. delayed: from the largest values of earlier steps; tensorwise: from the
     operand's; blockwise: for each 128 values along the sum, and each 128 x 128 of a weight, a power of two; mxfp8: for
-    each 32 values along the sum, a power of two."""
+    each 32 values along the sum, a power of two; rowwise: for all values of a sum, a power of two."""
     fp8_margin: int = flag(0, minimum=0, maximum=64, kind="numerics", needs=(_FP8, _DELAYED))
     """Bits of room: scales are divided by two to this power, against values that grow between steps."""
     fp8_interval: int = flag(1, minimum=1, unit="steps", kind="numerics", needs=(_FP8, _DELAYED))
@@ -69,8 +69,8 @@ class PrecisionFields(ArchitectureFields):
     fp8_output_proj: bool = flag(False, kind="numerics", needs=_FP8)
     """Multiply in FP8 in the output layer, too."""
     fp8_emulation: bool = flag(False, kind="kernel", needs=_FEW_BITS)
-    """On a GPU, compute FP8 and FP4 products in float32 from the same 8-bit or 4-bit values: for GPUs without FP8, and
-    for recipes without a kernel here. Slower than bfloat16; a CPU does so anyway."""
+    """On a GPU, compute FP8 and FP4 products in float32 from the same 8-bit or 4-bit values: for GPUs without products
+    of the recipe. Slower than bfloat16; a CPU does so anyway."""
     fp8_param_gather: bool = flag(False, kind="kernel")
     """Gather parameters in FP8. Here they are gathered in the model's dtype, as a note says."""
     fp4: Literal["e2m1"] | None = flag(None, names=("--fp4-format",), kind="numerics")
@@ -111,10 +111,10 @@ class PrecisionFields(ArchitectureFields):
     @property
     def rounded_input_bytes(self) -> float | None:
         """Bytes of one value of a linear layer's input as it is saved for backward in 8 or 4 bits, with its share of a
-        scale; None where weight gradients are computed from inputs as they were."""
+        scale; None where weight gradients are computed from inputs as they were, or round them anew."""
         recipe = self.few_bits_recipe
         # Without fp8_wgrad, backward multiplies by the input as it was, which is kept in place of the rounded one.
-        if recipe is None or not self.fp8_wgrad:
+        if recipe is None or recipe == "rowwise" or not self.fp8_wgrad:
             return None
         return {"blockwise": 1 + 1 / 128, "mxfp8": 1 + 1 / 32, "nvfp4": (1 + 1 / 8) / 2}.get(recipe, 1.0)
 

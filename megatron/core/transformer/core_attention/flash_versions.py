@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.collectives import broadcast_object
-from megatron.core.device import activate_flash_attention, is_cpu, mark, measure_seconds_between, synchronize
+from megatron.core.device import is_cpu, mark, measure_seconds_between, synchronize
+from megatron.core.device_kernels import activate_flash_attention
 from megatron.core.errors import ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import parameter_dtype

@@ -16,7 +16,7 @@ from torch import nn
 
 from megatron.core.device import current_device
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.fp8_products import FP8Matmul, FP8Recipe, end_step, find_kernel
+from megatron.core.tensor_parallel.fp8_products import FP8Matmul, FP8Recipe, choose_way, end_step
 from megatron.core.tensor_parallel.products import Matmul
 from megatron.core.transformer.config_fields.precision import PrecisionFields
 from megatron.core.transformer.moe.grouped_products import ExpertByExpert, FP8Experts
@@ -62,7 +62,7 @@ def read_fp8_recipe(config: PrecisionFields, device: torch.device | None = None,
         history_length=config.fp8_amax_history_len,
         takes_largest=config.fp8_amax_compute_algo == "max",
         rounds_weight_grad=config.fp8_wgrad,
-        is_native=find_kernel(name, emulates=config.fp8_emulation, device=device),
+        way=choose_way(name, emulates=config.fp8_emulation, device=device),
         measures=config.log_fp8_stats or config.fp8_fallback_sqnr is not None,
         may_fall_back=config.fp8_fallback_sqnr is not None,
         replicas=replicas,

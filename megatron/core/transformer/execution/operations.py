@@ -7,7 +7,7 @@ import torch
 
 from megatron.core.activations import find_activation
 from megatron.core.device import current_device, is_cpu, is_cuda
-from megatron.core.kernels.launching import find_obstacle, kernels_work
+from megatron.core.kernels import launching
 from megatron.core.plan.read import read_plan
 from megatron.core.tensor_parallel.parameters import parameter_dtype
 from megatron.core.tensor_parallel.products import accumulates_weight_grads, choose_product, onednn_is_faster
@@ -18,7 +18,7 @@ from megatron.core.transformer.execution.fp8_layers import read_fp8_recipe
 from megatron.core.transformer.mlp import uses_fused_activation
 from megatron.core.transformer.moe.grouped_products import BatchedMatmul, GroupedMatmul, choose_expert_product
 from megatron.core.transformer.moe.permutation import uses_fused_permutation
-from megatron.core.transformer.norms import has_norm_kernel, uses_fused_norm
+from megatron.core.transformer.norms import choose_norm
 from megatron.core.transformer.residual_branch import uses_fused_bias_dropout
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -38,7 +38,7 @@ def describe_operations(
     def fused_or_plain(is_fused: bool, fused: str) -> str:
         return fused if is_fused else plain
 
-    by_kernel = "one kernel each way" if kernels_work(device) else "fused"
+    by_kernel = "one kernel each way" if launching.kernels_work(device) else "fused"
     attending = [layer for layer in read_plan(config).decoder if {"attention", "latent_attention"} & set(layer.kinds)]
     layers = [AttentionOptions.from_config(config, layer.number) for layer in attending]
     # Layers may differ (sliding windows), but equal names are said once.
@@ -52,15 +52,14 @@ def describe_operations(
     what = "joining of latent heads" if config.multi_latent_attention else "query-key-value split"
     fused_rope = fused_or_plain(uses_fused_rope(config), f"{by_kernel} with the {what}, in place")
     # What a norm has made is rotated by itself.
-    if kernels_work(device) and config.apply_rope_fusion and not (uses_fused_rope(config) or config.compile):
+    if launching.kernels_work(device) and config.apply_rope_fusion and not (uses_fused_rope(config) or config.compile):
         fused_rope = "one kernel each way for queries, and one for keys"
-    by_norm = kernels_work(device) and has_norm_kernel(config)
-    norm = "one kernel each way, with sums of the residual stream" if by_norm else "one fused operation"
+    assert config.hidden_size is not None
     rotary = {"rotary positions": fused_rope} if config.rotates_heads else {}
     return {
         "linear": _describe_linear(config, device) if engine is None else engine,
         "attention": "; ".join(dict.fromkeys(layer_backends)),
-        "norm": f"{config.normalization}, " + fused_or_plain(uses_fused_norm(config), norm),
+        "norm": f"{config.normalization}, {choose_norm(config, config.hidden_size, device).way.name}",
         "activation": f"{gate}{find_activation(config.activation_func).name}, "
         + fused_or_plain(uses_fused_activation(config), f"{by_kernel}, keeps only its input"),
         **rotary,
@@ -84,12 +83,12 @@ def describe_kernels(device: torch.device) -> dict[str, str]:
     """Return whether the kernels of megatron/core/kernels run on a GPU, and why not; nothing for a CPU."""
     if not is_cuda(device):
         return {}
-    obstacle = find_obstacle(device)
+    obstacle = launching.find_obstacle(device)
     return {"kernels": "Triton" if obstacle is None else f"PyTorch's own alone: {obstacle}"}
 
 
 def _describe_loss(config: TransformerConfig, device: torch.device) -> str:
-    if kernels_work(device):
+    if launching.kernels_work(device):
         return "one kernel each way, from logits as they are"
     return "from logits as they are" if config.cross_entropy_loss_fusion else "gradient formed in the logits' memory"
 
@@ -132,7 +131,7 @@ def describe_expert_operations(
         taken = (GroupedMatmul.name, BatchedMatmul.name)
         products = [name if name in taken else f"{name} (grouped_mm refuses its widths)" for name in products]
         adds_to_float32 = accumulates_weight_grads(config) and dtype != torch.float32
-        if GroupedMatmul.name in products and adds_to_float32 and kernels_work(device):
+        if GroupedMatmul.name in products and adds_to_float32 and launching.kernels_work(device):
             products.append("weight gradients added in float32 by a kernel")
     fused = "one differentiable operation each, without atomic adds"
     return {

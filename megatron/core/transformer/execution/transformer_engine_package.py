@@ -77,6 +77,7 @@ def find_obstacles(config: TransformerConfig) -> list[str]:
         (config.fp8_fallback_sqnr is not None, "--fp8-fallback-sqnr"),
         (config.log_fp8_stats, "--log-fp8-stats"),
         (not config.fp8_wgrad, "--no-fp8-wgrad"),
+        (config.few_bits_recipe == "rowwise", "--fp8-recipe rowwise"),
         (delayed and config.fp8_interval > 1, "--fp8-interval above 1"),
         # A layer that is computed a second time would note its largest values a second time.
         (delayed and again, "--fp8-recipe delayed together with recomputation of linear layers"),

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One table of the ways in which matrix products, norms and attention are computed, and the choice among them.
+
+A row has the words of the log, the code, the kinds of work that it does, and what must not stand in its way: device,
+dtype, shapes, packages. The first row of an operation that does the kind and has no obstacle is taken; where several
+are left and a measurement says how long they take, the fastest of them. A way that is new is a row here.
+
+| operation   | kinds                                                                                             |
+|-------------|---------------------------------------------------------------------------------------------------|
+| `linear`    | a recipe of --fp8-recipe or --fp4-recipe; accumulated or autograd, for full precision             |
+| `norm`      | fused, compiled, elementary                                                                       |
+| `attention` | whole: sequences; two widths: of keys and of values; bands: documents, windows, chunks, and fewer |
+|             | queries than keys; bounds: on scores                                                              |
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.core.device import find_kernel_obstacle, find_widest_flash_heads, is_cuda
+from megatron.core.device_kernels import find_flash_package_obstacle, find_product_obstacle
+from megatron.core.kernels import launching
+
+
+@dataclass(frozen=True)
+class Case:
+    """The work of one operation in one layer on one process."""
+
+    kind: str
+    """Of the table above."""
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+    """Of the operands."""
+    widths: tuple[int, ...] = ()
+    """Of the last dimensions of operands: channels of a norm; of queries and of values."""
+    asked: frozenset[str] = frozenset()
+    """Settings that exclude or allow ways: emulation, dropout, deterministic, local, sinks."""
+
+
+Obstacle = Callable[[Case], str | None]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One implementation of an operation."""
+
+    name: str
+    """As the log shows it."""
+    place: str
+    """Module and name of the code."""
+    kinds: tuple[str, ...]
+    obstacles: tuple[Obstacle, ...] = ()
+    """Each returns why the way cannot be taken, in words; None where nothing is in its way."""
+
+    def find_obstacle(self, case: Case) -> str | None:
+        """Return the first obstacle; None where there is none."""
+        return next((found for obstacle in self.obstacles if (found := obstacle(case)) is not None), None)
+
+    def load(self) -> Any:
+        """Import the code."""
+        module, _, name = self.place.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The ways that are left of an operation, and what stands against the others."""
+
+    ways: tuple[Way, ...]
+    """In order of preference."""
+    passed_over: Mapping[str, str]
+    """Name of a way -> its obstacle."""
+
+    @property
+    def way(self) -> Way:
+        """The first one. Raises IndexError where none is left."""
+        return self.ways[0]
+
+
+def choose(operation: str, case: Case, seconds: Mapping[str, float] | None = None) -> Choice:
+    """Return the ways of doing what the case says, the best one first.
+
+    seconds: name of a way -> measured time of one call; ways that were not measured come after those that were.
+    """
+    rows = [way for way in OPERATIONS[operation] if case.kind in way.kinds]
+    found = {way.name: way.find_obstacle(case) for way in rows}
+    left = [way for way in rows if found[way.name] is None]
+    if seconds:
+        left.sort(key=lambda way: seconds.get(way.name, float("inf")))
+    return Choice(tuple(left), {name: text for name, text in found.items() if text is not None})
+
+
+# ---- obstacles
+
+
+def _needs_capability(lowest: tuple[int, int], *, below: tuple[int, int] | None = None) -> Obstacle:
+    return lambda case: find_product_obstacle(case.device, lowest, below)
+
+
+def _not_asked(word: str, sentence: str) -> Obstacle:
+    return lambda case: sentence if word in case.asked else None
+
+
+def _needs_scaled_mm(case: Case) -> str | None:
+    return None if hasattr(torch.nn.functional, "scaled_mm") else "it needs PyTorch 2.10 or later"
+
+
+def _may_emulate(case: Case) -> str | None:
+    is_wanted = not is_cuda(case.device) or "emulation" in case.asked
+    return None if is_wanted else "--fp8-emulation is not given"
+
+
+def _needs_triton(case: Case) -> str | None:
+    return None if launching.kernels_work(case.device) else launching.find_obstacle(case.device)
+
+
+def _needs_channels(most: int) -> Obstacle:
+    return lambda case: None if max(case.widths) <= most else f"it takes up to {most} channels, not {max(case.widths)}"
+
+
+def _needs_flash(case: Case) -> str | None:
+    widest = find_widest_flash_heads(case.device)
+    if widest == 0:
+        return "it needs a GPU of compute capability 8.0"
+    if case.dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes 16-bit numbers, not {str(case.dtype).removeprefix('torch.')}"
+    if max(case.widths) > widest:
+        return f"it takes heads of up to {widest} channels there, not {max(case.widths)}"
+    return None
+
+
+def _needs_package(version: int) -> Obstacle:
+    return lambda case: find_flash_package_obstacle(version)
+
+
+def _needs_half(case: Case) -> str | None:
+    return None if case.dtype in (torch.bfloat16, torch.float16) else "it takes 16-bit numbers"
+
+
+def _can_compile(case: Case) -> str | None:
+    return find_kernel_obstacle(case.device)
+
+
+_NOT_EMULATED = _not_asked("emulation", "--fp8-emulation is given")
+_NOT_WITH_DROPOUT = _not_asked("dropout", "it has no dropout")
+_NOT_DETERMINISTIC = _not_asked("deterministic", "its gradients are not the same in every run")
+WIDEST_NORM = 8192
+"""Channels that a kernel of ours normalises: all of a token's lie in the registers of one program."""
+ONE_SCALE = ("delayed", "tensorwise")
+"""Recipes with one scale for a matrix."""
+_SCALED, _PRODUCTS = "torch.nn.functional.scaled_mm", "megatron.core.scaled_products"
+_MATMUL = "megatron.core.tensor_parallel.products:Matmul"
+EMULATED = Way(
+    "emulated in float32",
+    "megatron.core.fp8:multiply_emulated",
+    (*ONE_SCALE, "rowwise", "blockwise", "mxfp8", "nvfp4"),
+    (_may_emulate,),
+)
+"""On every device, and what the other ways of these recipes are compared with."""
+
+OPERATIONS: Mapping[str, tuple[Way, ...]] = {
+    "linear": (
+        Way(
+            "torch._scaled_mm", "megatron.core.fp8:multiply_natively", ONE_SCALE,
+            (_NOT_EMULATED, _needs_capability((8, 9))),
+        ),
+        Way(
+            f"{_SCALED} with scales of rows", f"{_PRODUCTS}:multiply_rows", ("rowwise",),
+            (_NOT_EMULATED, _needs_scaled_mm, _needs_capability((9, 0))),
+        ),
+        Way(
+            f"{_SCALED} with scales of 1x128 and 128x128", f"{_PRODUCTS}:multiply_blocks", ("blockwise",),
+            (_NOT_EMULATED, _needs_scaled_mm, _needs_capability((9, 0), below=(10, 0))),
+        ),
+        Way(
+            f"{_SCALED} with scales of 1x32", f"{_PRODUCTS}:multiply_mxfp8", ("mxfp8",),
+            (_NOT_EMULATED, _needs_scaled_mm, _needs_capability((10, 0))),
+        ),
+        Way(
+            f"{_SCALED} with scales of 1x16", f"{_PRODUCTS}:multiply_nvfp4", ("nvfp4",),
+            (_NOT_EMULATED, _needs_scaled_mm, _needs_capability((10, 0))),
+        ),
+        EMULATED,
+        Way("torch matmul, weight gradient added into main_grad", _MATMUL, ("accumulated",)),
+        Way("torch matmul, weight gradient by autograd", _MATMUL, ("autograd",)),
+    ),
+    "norm": (
+        Way(
+            "one kernel each way, with sums of the residual stream", "megatron.core.kernels.norm:normalise", ("fused",),
+            (_needs_triton, _needs_channels(WIDEST_NORM), _not_asked("fewer parameters", "it has a weight and a bias")),
+        ),
+        Way("one fused operation", "megatron.core.transformer.norms:rms_norm", ("fused",)),
+        Way("compiled by torch.compile", "megatron.core.transformer.norms:rms_norm_reference", ("compiled",)),
+        Way("elementary operations", "megatron.core.transformer.norms:rms_norm_reference", ("elementary",)),
+    ),
+    "attention": (
+        Way("local", "megatron.core.transformer.core_attention.local:LocalAttention", ("local",)),
+    ),
+}  # fmt: skip
