@@ -42,6 +42,11 @@ class Case:
     """Settings that exclude or allow ways: emulation, dropout, deterministic, local, sinks."""
 
 
+FLASH_DTYPES = frozenset({torch.bfloat16, torch.float16})
+"""Dtypes that torch's flash kernel multiplies."""
+WIDEST_FLASH = 256
+"""Channels of a head that it takes, at most."""
+
 Obstacle = Callable[[Case], str | None]
 
 
@@ -56,6 +61,8 @@ class Way:
     kinds: tuple[str, ...]
     obstacles: tuple[Obstacle, ...] = ()
     """Each returns why the way cannot be taken, in words; None where nothing is in its way."""
+    on_trial: bool = False
+    """True if it is only taken where a trial has shown that it works here, and how fast."""
 
     def find_obstacle(self, case: Case) -> str | None:
         """Return the first obstacle; None where there is none."""
@@ -76,23 +83,25 @@ class Choice:
     passed_over: Mapping[str, str]
     """Name of a way -> its obstacle."""
 
+    seconds: Mapping[str, float] | None = None
+    """Name of a way -> measured time of one call."""
+
     @property
     def way(self) -> Way:
-        """The first one. Raises IndexError where none is left."""
-        return self.ways[0]
+        """The fastest of those that were measured; without measurements the first one that needs no trial. Raises
+        StopIteration where none is left."""
+        seconds = self.seconds
+        if seconds:
+            return min((way for way in self.ways if way.name in seconds), key=lambda way: seconds[way.name])
+        return next(way for way in self.ways if not way.on_trial)
 
 
 def choose(operation: str, case: Case, seconds: Mapping[str, float] | None = None) -> Choice:
-    """Return the ways of doing what the case says, the best one first.
-
-    seconds: name of a way -> measured time of one call; ways that were not measured come after those that were.
-    """
+    """Return the ways of doing what the case says, those that are preferred first. seconds: see Choice."""
     rows = [way for way in OPERATIONS[operation] if case.kind in way.kinds]
     found = {way.name: way.find_obstacle(case) for way in rows}
-    left = [way for way in rows if found[way.name] is None]
-    if seconds:
-        left.sort(key=lambda way: seconds.get(way.name, float("inf")))
-    return Choice(tuple(left), {name: text for name, text in found.items() if text is not None})
+    passed_over = {name: text for name, text in found.items() if text is not None}
+    return Choice(tuple(way for way in rows if found[way.name] is None), passed_over, seconds)
 
 
 # ---- obstacles
@@ -123,15 +132,20 @@ def _needs_channels(most: int) -> Obstacle:
     return lambda case: None if max(case.widths) <= most else f"it takes up to {most} channels, not {max(case.widths)}"
 
 
-def _needs_flash(case: Case) -> str | None:
-    widest = find_widest_flash_heads(case.device)
+def find_flash_problem(dtype: torch.dtype, *widths: int, widest: int = WIDEST_FLASH) -> str | None:
+    """Return why torch's flash kernel cannot take operands of this dtype and these widths; None where it can. widest:
+    channels of a head that it takes on the device."""
     if widest == 0:
         return "it needs a GPU of compute capability 8.0"
-    if case.dtype not in (torch.bfloat16, torch.float16):
-        return f"it takes 16-bit numbers, not {str(case.dtype).removeprefix('torch.')}"
-    if max(case.widths) > widest:
-        return f"it takes heads of up to {widest} channels there, not {max(case.widths)}"
+    if dtype not in FLASH_DTYPES:
+        return f"it takes 16-bit numbers, not {str(dtype).removeprefix('torch.')}"
+    if max(widths) > widest:
+        return f"it takes heads of up to {widest} channels there, not {max(widths)}"
     return None
+
+
+def _needs_flash(case: Case) -> str | None:
+    return find_flash_problem(case.dtype, *case.widths, widest=find_widest_flash_heads(case.device))
 
 
 def _needs_package(version: int) -> Obstacle:
@@ -139,11 +153,18 @@ def _needs_package(version: int) -> Obstacle:
 
 
 def _needs_half(case: Case) -> str | None:
-    return None if case.dtype in (torch.bfloat16, torch.float16) else "it takes 16-bit numbers"
+    return find_flash_problem(case.dtype, 0)
 
 
-def _can_compile(case: Case) -> str | None:
+def find_compiler_obstacle(case: Case) -> str | None:
+    """Return why flex attention cannot be compiled on the device; None where it can."""
     return find_kernel_obstacle(case.device)
+
+
+def _needs_bands(case: Case) -> str | None:
+    # Compiling takes most of a minute.
+    is_needed = case.kind != "bands" or "no bands" not in case.asked
+    return None if is_needed else "the run has no documents, windows or chunks"
 
 
 _NOT_EMULATED = _not_asked("emulation", "--fp8-emulation is given")
@@ -154,6 +175,7 @@ WIDEST_NORM = 8192
 ONE_SCALE = ("delayed", "tensorwise")
 """Recipes with one scale for a matrix."""
 _SCALED, _PRODUCTS = "torch.nn.functional.scaled_mm", "megatron.core.scaled_products"
+_ATTENTION = "megatron.core.transformer.core_attention"
 _MATMUL = "megatron.core.tensor_parallel.products:Matmul"
 EMULATED = Way(
     "emulated in float32",
@@ -199,6 +221,29 @@ OPERATIONS: Mapping[str, tuple[Way, ...]] = {
         Way("elementary operations", "megatron.core.transformer.norms:rms_norm_reference", ("elementary",)),
     ),
     "attention": (
-        Way("local", "megatron.core.transformer.core_attention.local:LocalAttention", ("local",)),
+        Way("torch's operator", f"{_ATTENTION}.sdpa:SDPAttention", ("whole",)),
+        Way(
+            "cuDNN with two widths", f"{_ATTENTION}.sdpa:SDPAttention", ("two widths",),
+            (_needs_half, _NOT_DETERMINISTIC, _needs_capability((9, 0))), on_trial=True,
+        ),
+        Way(
+            "flash attention 3", f"{_ATTENTION}.flash:flash_attention", ("two widths", "bands"),
+            (_needs_flash, _NOT_WITH_DROPOUT, _needs_package(3)), on_trial=True,
+        ),
+        Way(
+            "flash attention 4", f"{_ATTENTION}.flash:flash_attention", ("two widths", "bands"),
+            (_needs_flash, _NOT_WITH_DROPOUT, _needs_package(4)), on_trial=True,
+        ),
+        Way(
+            "flex attention", f"{_ATTENTION}.flex:FlexAttention", ("two widths", "bands"),
+            (
+                find_compiler_obstacle, _NOT_WITH_DROPOUT, _not_asked("ring", "a ring merges sums of many kernels"),
+                _needs_bands,
+            ), on_trial=True,
+        ),
+        Way("flash attention 2", f"{_ATTENTION}.flash:flash_attention", ("bands",), (_needs_flash,)),
+        Way("flex attention", f"{_ATTENTION}.flex:FlexAttention", ("bounds",), (find_compiler_obstacle,)),
+        Way("torch's operator, values padded", f"{_ATTENTION}.sdpa:SDPAttention", ("two widths",)),
+        Way("blocks of queries", f"{_ATTENTION}.query_blocks:QueryBlocksAttention", ("bands", "bounds")),
     ),
 }  # fmt: skip

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core import operation_table
 from megatron.core.transformer.core_attention import flash
 from megatron.core.transformer.core_attention.flash import FlashCall, FlashResult
 
@@ -27,14 +28,17 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[FlashCall]:
 
     monkeypatch.setattr(flash, "run_forward", forward)
     monkeypatch.setattr(flash, "run_backward", run_backward)
-    monkeypatch.setattr(flash, "NUMBER_FORMATS", flash.NUMBER_FORMATS | {torch.float32})
+    monkeypatch.setattr(operation_table, "FLASH_DTYPES", operation_table.FLASH_DTYPES | {torch.float32})
     return calls
 
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> FlashResult:
     """As flash.run_forward."""
     check_operands(call, q, k, v)
-    out, log_sum = torch.empty_like(q), q.new_empty(find_log_sum_shape(q, call), dtype=torch.float32)
+    out, log_sum = (
+        q.new_empty(*q.shape[:-1], v.shape[-1]),
+        q.new_empty(find_log_sum_shape(q, call), dtype=torch.float32),
+    )
     for queries, keys in find_sequences(q, k, call):
         scores = compute_scores(q[queries], k[keys], call)
         sums = scores.logsumexp(-1)  # [n, s]
@@ -72,12 +76,14 @@ def run_backward(
 
 def check_operands(call: FlashCall, *operands: Tensor) -> None:
     """What the operator asks for."""
-    widths = {x.shape[-1] for x in operands}
-    assert len(widths) == 1 and widths.pop() % 8 == 0, [x.shape for x in operands]
+    of_keys, of_values = ({x.shape[-1] for x in part} for part in (operands[:2], operands[2:]))
+    assert len(of_keys) == 1 == len(of_values), [x.shape for x in operands]
+    assert call.keeps_widths or of_keys == of_values, [x.shape for x in operands]
+    assert of_keys.pop() % 8 == 0 == of_values.pop() % 8, [x.shape for x in operands]
     assert all(x.stride(-1) == 1 and x.dim() == (4 if call.sequences is None else 3) for x in operands)
     assert len({x.dtype for x in operands}) == 1
     q, k, v = operands[:3]
-    assert k.shape == v.shape and q.shape[-2] % k.shape[-2] == 0
+    assert k.shape[:-1] == v.shape[:-1] and q.shape[-2] % k.shape[-2] == 0
     if call.sequences is None:
         assert q.shape[0] == k.shape[0]
         return

@@ -36,7 +36,7 @@ from megatron.core.plan.stages import build_virtual_stages, find_embedding_use
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.fused_collectives import is_new_enough
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.core_attention.flash_versions import choose_flash_version
+from megatron.core.transformer.core_attention.attention_trial import choose_attention_way
 from megatron.training.config.container import RunConfig
 from megatron.training.config.distributed import DistributedInitConfig
 from megatron.training.config.gpu_needs import replace_gpu_settings
@@ -135,7 +135,9 @@ def initialize(config: RunConfig, seat: Seat | None = None) -> Process:
         made = connect_groups(groups, config, device)
     if made is not None:
         notes.append(made)
-    chosen = choose_flash_version(config.model, config.data.seq_length or 1, device, groups)
+    data = config.data
+    has_documents = data.sft or data.dataloader_inter_document_masking or data.reset_attention_mask
+    chosen = choose_attention_way(config.model, data.seq_length or 1, device, groups, has_documents=has_documents)
     if chosen is not None:
         notes.append(chosen)
     # For code written against upstream, which asks parallel_state instead of being handed its groups.

@@ -15,10 +15,11 @@ from torch.nn.attention import SDPBackend
 
 from megatron.core.context_parallel.sharding import list_positions_of_rank
 from megatron.core.errors import ConfigError
+from megatron.core.operation_table import OPERATIONS
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.sequences.token_layout import TokenLayout
-from megatron.core.transformer.core_attention import flash, flex, query_blocks
+from megatron.core.transformer.core_attention import flash, flex, query_blocks, sdpa
 from megatron.core.transformer.core_attention.block_kernels import MergedBlocks, PlainKernel, Rule, Sequences
 from megatron.core.transformer.core_attention.cuda import CUDAAttention
 from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
@@ -51,11 +52,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[FlashCall]:
     return flash_stand_in.install(monkeypatch)
 
 
-def flex_stand_in(q: Tensor, k: Tensor, v: Tensor, blocks: Any, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
+def flex_stand_in(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Any, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
     """As flex.run_flex, from what the blocks and the function of query and key let be seen."""
     assert q.shape[-1] >= 16 and v.shape[-1] >= 16
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = softcap * (q @ k.transpose(-1, -2) * scale / softcap).tanh()
+    scores = q @ k.transpose(-1, -2) * scale
+    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
     scores = scores.masked_fill(~find_visible(blocks, q.shape[2], k.shape[2]), float("-inf"))
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
@@ -134,6 +138,23 @@ def test_attention_is_the_definition(calls: list[FlashCall], case: Case, widths:
     special = case.bounds or "window_size" in case.config or "attention_chunk_size" in case.config
     by_flash = (special or "softmax_type" in case.config) and not bounded and not masked
     assert len(calls) == bool(by_flash), "documents and chunks are one call"
+
+
+@pytest.mark.parametrize("way", [way.name for way in OPERATIONS["attention"] if way.on_trial])
+def test_ways_on_trial_are_the_definition(calls: list[FlashCall], way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bands and two widths, of which nothing is padded."""
+    monkeypatch.setitem(sdpa._KERNELS, "fused", SDPBackend.MATH)  # takes two widths as well
+    cases = [case for case in OWN_CASES if not case.mask and "attn_logit_softcapping" not in case.config]
+    if way.startswith("cuDNN"):  # which is for whole sequences only
+        cases = [case for case in cases if not case.bounds and not case.config]
+    assert cases
+    monkeypatch.setattr(torch.nn.functional, "pad", None)
+    for case in cases:
+        core = core_attention(24, **case.config)
+        core.backend = CUDAAttention(core.options, "auto", CPU, way=way)
+        compare(core, case, operands(case.batch, (24, 16)))
+        assert core.backend.name.endswith(f"by {way}")
+    assert bool(calls) == way.startswith("flash") and all(call.keeps_widths for call in calls)
 
 
 @pytest.mark.parametrize("kind", ["causal", "full", "window", "documents", "chunks", "documents and window"])

@@ -130,6 +130,8 @@ class AttentionFields(ArchitectureFields):
     """With --qk-clip: score above which a head is scaled."""
     measures_attention_logits: bool = derived(False, kind="report")
     """The largest score of each head is noted (--qk-clip, --log-max-attention-logit)."""
+    attention_way: str | None = derived(kind="kernel")
+    """Row of `attention` in megatron/core/operation_table.py that a trial at start has found the fastest on a GPU."""
     window_size: tuple[int, int] | None = flag(None, parse=window, kind="function")
     """Sliding window: 127,0 lets a token see itself and the 127 tokens before it. A causal model sees nothing after
     it."""

@@ -8,7 +8,11 @@ it.
 | packed documents, chunks                         | flash, all sequences in one call                                 |
 | sliding windows; more keys than queries; sinks   | flash                                                            |
 | bounds on scores                                 | flex attention, compiled                                         |
+| values of another width than keys                | torch's operator, padded; cuDNN, flash 3 or 4, flex without      |
 | a given mask                                     | torch's operator                                                 |
+
+Documents, windows and two widths go to another row of the table `attention` (megatron/core/operation_table.py) where a
+trial at start (attention_trial.py) has shown that it is faster.
 
 What the flash kernel does not take (float32, heads of more than 256 channels, a GPU before Ampere) goes where it goes
 on the CPU: documents one after another, windows and sinks by blocks of queries.
@@ -19,7 +23,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.core_attention import flash
+from megatron.core.operation_table import find_flash_problem
 from megatron.core.transformer.core_attention.block_kernels import Sequences
 from megatron.core.transformer.core_attention.flash import FlashCall, flash_attention
 from megatron.core.transformer.core_attention.flex import FlexAttention
@@ -43,11 +47,16 @@ class CUDAAttention(AttentionBackend):
         device: torch.device,
         flash_problem: str | None = None,
         flex_problem: str | None = None,
+        way: str | None = None,
     ) -> None:
         """kernel: auto or flash, as --attention-backend. flash_problem: why the flash kernel cannot compute these
-        layers on this device; None where it can. flex_problem: why flex attention cannot be compiled."""
-        self.options, self.flash_problem, self.flex_problem = options, flash_problem, flex_problem
-        self.flex = None if options.softcap is None or flex_problem is not None else FlexAttention(options)
+        layers on this device; None where it can. flex_problem: why flex attention cannot be compiled. way: the row of
+        `attention` that a trial has chosen for bands and two widths; None for what needs no trial."""
+        self.options, self.flash_problem, self.flex_problem, self.way = options, flash_problem, flex_problem, way
+        by_flex = way == "flex attention" or (options.softcap is not None and flex_problem is None)
+        self.flex = FlexAttention(options) if by_flex else None
+        self.cudnn = SDPAttention(options, "fused", device) if way == "cuDNN with two widths" else None
+        self.keeps_widths = keeps_widths(way)
         self.operator = SDPAttention(options, kernel, device)
         self.blocks = QueryBlocksAttention(options)
         self._chunks = KeptByShape[Sequences]()
@@ -55,10 +64,12 @@ class CUDAAttention(AttentionBackend):
 
     def _describe(self) -> str:
         options = self.options
-        if self.flex is not None:
+        if self.flex is not None and options.softcap is not None:
             return f"{self.flex.name}; in evaluation and with masks or dropout {self.blocks.name}"
         if options.softcap is not None:
             return f"{self.blocks.name} (not by flex attention: {self.flex_problem})"
+        if self.way is not None:
+            return f"{self.operator.name}; documents, windows and values of another width than keys by {self.way}"
         if self.flash_problem is not None:
             inner = self.blocks if options.has_sinks else self.operator
             return f"{inner.name} (not by the flash kernel: {self.flash_problem})"
@@ -75,7 +86,7 @@ class CUDAAttention(AttentionBackend):
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         """See CoreAttention."""
         visible = inputs.visible
-        if self.flex is not None and self.flex.takes(inputs):
+        if self.flex is not None and self.flex.takes(inputs) and self._suits_flex(inputs):
             return self.flex(inputs)
         if visible.documents is None and visible.chunk is None:
             return self.attend(inputs)
@@ -86,22 +97,35 @@ class CUDAAttention(AttentionBackend):
     def attend(self, inputs: AttentionInputs) -> Tensor:
         """See AttentionBackend."""
         visible, queries, keys = inputs.visible, inputs.query.shape[0], inputs.key.shape[0]
-        has_all = not visible.causal or (visible.window_reaches(keys) and queries in (1, keys))
+        has_all = _has_all(inputs)
         if inputs.sinks is None and self.options.softcap is None and (has_all or visible.mask is not None):
+            if _has_two_widths(inputs) and visible.mask is None and queries == keys:
+                if self.cudnn is not None and inputs.training and not inputs.is_part:
+                    return self.cudnn(inputs)
+                if self.keeps_widths and self._takes(inputs):
+                    return self._attend_by_flash(inputs)
             return self.operator(inputs)
         if self._takes(inputs):
-            # [s, b, heads, width] -> [b, s, heads, width], views
-            q, k, v = (x.transpose(0, 1) for x in (inputs.query, inputs.key, inputs.value))
-            return flash_attention(q, k, v, inputs.sinks, self._call(inputs)).transpose(0, 1).flatten(2)
+            return self._attend_by_flash(inputs)
         if inputs.sinks is not None or self.options.softcap is not None:
             return self.blocks(inputs)
         return self.operator(inputs)
+
+    def _suits_flex(self, inputs: AttentionInputs) -> bool:
+        """Return whether it is more than attention of one width to all earlier tokens."""
+        is_divided = inputs.visible.documents is not None or inputs.visible.chunk is not None
+        return self.options.softcap is not None or is_divided or _has_two_widths(inputs) or not _has_all(inputs)
+
+    def _attend_by_flash(self, inputs: AttentionInputs) -> Tensor:
+        # [s, b, heads, width] -> [b, s, heads, width], views
+        q, k, v = (x.transpose(0, 1) for x in (inputs.query, inputs.key, inputs.value))
+        return flash_attention(q, k, v, inputs.sinks, self._call(inputs)).transpose(0, 1).flatten(2)
 
     def _takes(self, inputs: AttentionInputs) -> bool:
         """Return whether the flash kernel can compute it."""
         if self.flash_problem is not None or inputs.visible.mask is not None or self.options.softcap is not None:
             return False
-        return flash.find_problem(inputs.query.dtype, inputs.query.shape[-1], inputs.value.shape[-1]) is None
+        return find_flash_problem(inputs.query.dtype, inputs.query.shape[-1], inputs.value.shape[-1]) is None
 
     def _call(self, inputs: AttentionInputs, sequences: Sequences | None = None) -> FlashCall:
         visible = inputs.visible
@@ -109,7 +133,7 @@ class CUDAAttention(AttentionBackend):
         longest = inputs.key.shape[0] if sequences is None else sequences.longest_keys
         window = visible.window if visible.causal and not visible.window_reaches(longest) else None
         dropout = self.options.dropout if inputs.training else 0.0
-        return FlashCall(self.options.scale, visible.causal, window, sequences, dropout)
+        return FlashCall(self.options.scale, visible.causal, window, sequences, dropout, self.keeps_widths)
 
     def _attend_to_sequences(self, inputs: AttentionInputs) -> Tensor:
         """Documents or chunks in one call, the samples' one after another."""
@@ -139,3 +163,18 @@ class CUDAAttention(AttentionBackend):
         if visible.documents is not None:
             return visible.documents.keep(key, build), first_key
         return self._chunks.find(key, build, training=inputs.training), first_key
+
+
+def keeps_widths(way: str | None) -> bool:
+    """Return whether a row of `attention` is a flash kernel that takes values of another width than keys."""
+    return way in ("flash attention 3", "flash attention 4")
+
+
+def _has_two_widths(inputs: AttentionInputs) -> bool:
+    return inputs.query.shape[-1] != inputs.value.shape[-1]
+
+
+def _has_all(inputs: AttentionInputs) -> bool:
+    """Return whether every query sees all keys, or all up to its position."""
+    visible, queries, keys = inputs.visible, inputs.query.shape[0], inputs.key.shape[0]
+    return not visible.causal or (visible.window_reaches(keys) and queries in (1, keys))

@@ -10,6 +10,7 @@ The operator underneath takes four things more, all without a mask in memory and
                 these keys: blocks can be merged (block_kernels.py), and sinks added
 
 It wants 16-bit operands of one width, a multiple of 8 up to 256; others are padded with zeros, which change nothing.
+Versions 3 and 4 of packages take values of another width as they are (`keeps_widths`).
 (Dao, "FlashAttention-2", 2023.) `torch.nn.attention.varlen` is the same operator, without L in backward.
 
 Not yet run on a GPU: tests replace `run_forward` and `run_backward` by their definition, and check the operator's
@@ -34,10 +35,6 @@ from megatron.core.transformer.core_attention.block_kernels import (
     compute_sinks_grad,
 )
 
-NUMBER_FORMATS = frozenset({torch.bfloat16, torch.float16})
-"""Dtypes that the kernel multiplies."""
-WIDEST = 256
-"""Channels of a head, at most."""
 _MULTIPLE = 8
 
 
@@ -53,10 +50,16 @@ class FlashCall:
     sequences: Sequences | None = None
     """Of operands [tokens, heads, width]; None for a batch [b, s, heads, width]."""
     dropout: float = 0.0
+    keeps_widths: bool = False
+    """The kernel takes values of another width than keys, as they are."""
 
     def band(self) -> tuple[int, int]:
         """Keys before and after its position that a query sees; -1 for all."""
         return (-1 if self.window is None else self.window), (0 if self.causal else -1)
+
+    def takes(self, q: Tensor, v: Tensor) -> bool:
+        """Return whether the kernel takes queries and values of these widths without padding."""
+        return self.keeps_widths and q.shape[-1] % _MULTIPLE == 0 == v.shape[-1] % _MULTIPLE
 
     def lengths(self, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None, int, int]:
         """The operator's arguments on sequences."""
@@ -124,20 +127,13 @@ def run_backward(
     return grads
 
 
-def find_problem(dtype: torch.dtype, *widths: int, widest: int = WIDEST) -> str | None:
-    """Return why the kernel cannot take operands of this dtype and these widths; None where it can. widest: channels of
-    a head that it takes on the device."""
-    if dtype not in NUMBER_FORMATS:
-        return f"it takes 16-bit numbers, not {str(dtype).removeprefix('torch.')}"
-    if max(widths) > widest:
-        return f"it takes heads of up to {widest} channels there, not {max(widths)}"
-    return None
-
-
 def compute_forward(q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> FlashResult:
     """As `run_forward`, with any widths of keys and values."""
     width = v.shape[-1]
-    q, k, v = _pad(q, k, v)
+    if not call.takes(q, v):
+        q, k, v = _pad(q, k, v)
+    else:
+        q, k, v = (_in_a_row(x) for x in (q, k, v))
     out, log_sum, random_state = run_forward(q, k, v, call)
     # The padding is let go of: what is kept for backward is as wide as the values.
     out = out if out.shape[-1] == width else out[..., :width].contiguous()
@@ -148,7 +144,9 @@ def compute_backward(
     grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], result: FlashResult, call: FlashCall
 ) -> Gradients:
     """As `run_backward`, with any widths of keys and values; inputs: q, k, v."""
-    q, k, v, grad, out = _pad(*inputs, grad, result.out)
+    given = (*inputs, grad, result.out)
+    is_taken = call.takes(inputs[0], inputs[2])
+    q, k, v, grad, out = [_in_a_row(x) for x in given] if is_taken else _pad(*given)
     # The kernel reads L only by its address: a slice would be read as if it were the whole.
     whole = FlashResult(out, result.log_sum.contiguous(), result.random_state)
     grads = run_backward(grad, q, k, v, whole, call)
@@ -196,8 +194,8 @@ class FlashKernel:
     name = "the GPU's flash kernel"
     takes_bands = True
 
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
+    def __init__(self, scale: float, *, keeps_widths: bool = False) -> None:
+        self.scale, self.keeps_widths = scale, keeps_widths
         self.plain = PlainKernel(scale)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
@@ -228,7 +226,7 @@ class FlashKernel:
 
     def _build_call(self, rule: Rule) -> FlashCall:
         window, sequences = (None, None) if rule.band is None else rule.band
-        return FlashCall(self.scale, rule.causal, window, sequences)
+        return FlashCall(self.scale, rule.causal, window, sequences, keeps_widths=self.keeps_widths)
 
 
 def _tokens_first(x: Tensor, call: FlashCall) -> Tensor:
@@ -247,4 +245,8 @@ def _pad(*tensors: Tensor) -> list[Tensor]:
     """All of one width, the widest one's, rounded up to what the kernel takes; channels lie one after another."""
     width = -(-max(x.shape[-1] for x in tensors) // _MULTIPLE) * _MULTIPLE
     padded = [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in tensors]
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in padded]
+    return [_in_a_row(x) for x in padded]
+
+
+def _in_a_row(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounded scores on a GPU: torch's flex attention, which puts softcap * tanh(score / softcap) into its flash kernel.
+"""torch's flex attention on a GPU: bands of any kind, two widths, and softcap * tanh(score / softcap) in its kernel.
 
 What is visible is said twice: by blocks of 128 queries and 128 keys, of which the kernel skips those that no query
 sees, and within a block that is seen in part by a function of query and key. The blocks follow from the bounds of
@@ -30,22 +30,24 @@ _NARROWEST = 16
 """Channels of a head, at least."""
 
 
-def run_flex(q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
+def run_flex(
+    q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
     """O [b, n, s, dv] and L [b, n, s], both differentiable; q [b, n, s, d], k [b, g, t, d], v [b, g, t, dv]."""
     return _call_flex(_compile_flex(), q, k, v, blocks, scale, softcap)
 
 
 def _call_flex(
-    flex: Any, q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask, scale: float, softcap: float
+    flex: Any, q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     from torch.nn.attention.flex_attention import AuxRequest
 
     def bound(score: Tensor, sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        assert softcap is not None
         return softcap * torch.tanh(score / softcap)
 
-    out, more = flex(
-        q, k, v, bound, blocks, scale, enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True)
-    )
+    change, wanted = (None if softcap is None else bound), AuxRequest(lse=True)
+    out, more = flex(q, k, v, change, blocks, scale, enable_gqa=q.shape[1] != k.shape[1], return_aux=wanted)
     return out, more.lse
 
 
@@ -58,11 +60,13 @@ def _compile_flex() -> Any:
 
 
 class FlexAttention:
-    """Attention with bounded scores, with sinks, windows, documents and chunks; for sequences of training."""
+    """Attention with bounded scores, sinks, windows, documents and chunks; for sequences of training."""
 
     def __init__(self, options: AttentionOptions) -> None:
         self.options = options
-        self.name = "torch's flex attention, compiled, with bounded scores"
+        self.name = "torch's flex attention, compiled"
+        if options.softcap is not None:
+            self.name += ", with bounded scores"
         self._blocks: KeptByShape[BlockMask] = KeptByShape()
 
     def takes(self, inputs: AttentionInputs) -> bool:
@@ -72,7 +76,6 @@ class FlexAttention:
 
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         """See CoreAttention."""
-        assert self.options.softcap is not None
         operands = (inputs.query, inputs.key, inputs.value)
         q, k, v = (_widen(x).permute(1, 2, 0, 3) for x in operands)  # [s, b, n, d] -> [b, n, s, d]
         out, log_sum = run_flex(q, k, v, self._find_blocks(inputs), self.options.scale, self.options.softcap)

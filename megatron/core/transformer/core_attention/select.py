@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 
+from megatron.core import operation_table
 from megatron.core.device import find_kernel_obstacle, find_widest_flash_heads, is_cpu, is_cuda
 from megatron.core.errors import ConfigError
 from megatron.core.plan.read import read_plan
@@ -21,12 +22,12 @@ from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import parameter_dtype
 from megatron.core.transformer.config_fields.attention import comm_type_problem
 from megatron.core.transformer.core_attention.block_kernels import BlockKernel, CPUFlashKernel, PlainKernel
-from megatron.core.transformer.core_attention.cuda import CUDAAttention
+from megatron.core.transformer.core_attention.cuda import CUDAAttention, keeps_widths
 from megatron.core.transformer.core_attention.exchanges import (
     GatheredKeysAttention,
     HeadExchangeAttention,
 )
-from megatron.core.transformer.core_attention.flash import FlashKernel, find_problem
+from megatron.core.transformer.core_attention.flash import FlashKernel
 from megatron.core.transformer.core_attention.interface import AttentionBackend, AttentionOptions, CoreAttention
 from megatron.core.transformer.core_attention.local import LocalAttention
 from megatron.core.transformer.core_attention.max_logits import MaxLogits
@@ -72,8 +73,7 @@ def build_attention_backend(
     if config.attention_backend == "local":
         return LocalAttention(options)
     if config.attention_backend in ("auto", "flash") and is_cuda(device):
-        flash, flex = find_flash_problem(config, device), find_kernel_obstacle(device)
-        return CUDAAttention(options, config.attention_backend, device, flash, flex)
+        return build_gpu_attention(config, options, device, config.attention_way)
     if has_more and config.attention_backend == "auto":
         return QueryBlocksAttention(options)
     if config.attention_backend == "auto" and is_cpu(device):
@@ -81,12 +81,18 @@ def build_attention_backend(
     return SDPAttention(options, config.attention_backend, device)
 
 
+def build_gpu_attention(
+    config: TransformerConfig, options: AttentionOptions, device: torch.device, way: str | None
+) -> AttentionBackend:
+    """Attention of one layer on a GPU; way: see CUDAAttention."""
+    flash, flex = find_flash_problem(config, device), find_kernel_obstacle(device)
+    return CUDAAttention(options, config.attention_backend, device, flash, flex, way)
+
+
 def find_flash_problem(config: TransformerConfig, device: torch.device) -> str | None:
     """Return why torch's flash kernel for GPUs cannot compute these layers on this device; None where it can."""
-    widest = find_widest_flash_heads(device)
-    if widest == 0:
-        return "it needs a GPU of compute capability 8.0"
-    return find_problem(parameter_dtype(config), config.query_width, config.value_width, widest=widest)
+    widths = (config.query_width, config.value_width)
+    return operation_table.find_flash_problem(parameter_dtype(config), *widths, widest=find_widest_flash_heads(device))
 
 
 def build_core_attention(
@@ -154,5 +160,5 @@ def _build_block_kernel(config: TransformerConfig, options: AttentionOptions, de
     if by_kernel and is_cpu(device):
         return CPUFlashKernel(options.scale)
     if by_kernel and find_flash_problem(config, device) is None:
-        return FlashKernel(options.scale)
+        return FlashKernel(options.scale, keeps_widths=keeps_widths(config.attention_way))
     return PlainKernel(options.scale, options.dropout, options.softcap)
