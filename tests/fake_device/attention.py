@@ -20,6 +20,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "float32 documents": {"bf16": False, "params_dtype": "float32"}, "ring": {"context_parallel_size": 2},
     "ring of documents": {"context_parallel_size": 2},
     "ring with a window": {"context_parallel_size": 2, "window_size": (40000, 0)},
+    # Ways that a trial has chosen.
+    "latent by cuDNN": {"attention_way": "cuDNN with two widths"},
+    "latent by flash 3": {"attention_way": "flash attention 3"}, "latent by flex": {"attention_way": "flex attention"},
+    "latent documents by flash 4": {"attention_way": "flash attention 4"},
+    "documents by flex": {"attention_way": "flex attention"},
+    "window by flex": {"attention_way": "flex attention", "window_size": (127, 0)},
+    "ring of latent heads by flash 3": {"attention_way": "flash attention 3", "context_parallel_size": 2},
 }  # fmt: skip
 BOUNDS = (0, 1, LENGTH // 3, LENGTH // 3 + 1, 2 * LENGTH // 3, LENGTH)
 
@@ -34,10 +41,36 @@ def main() -> None:
 
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.core_attention import flash, flex
     from megatron.core.transformer.core_attention.dot_product_attention import DotProductAttention
     from megatron.core.transformer.transformer_config import TransformerConfig
     from tests.fake_device.recorder import Recorder, replace_operations
 
+    forward = flash.run_forward
+
+    def run_forward(q: Any, k: Any, v: Any, call: Any) -> Any:
+        """Packages return what is as wide as the values, which torch does not know of tensors without values."""
+        result = forward(q, k, v, call)
+        return result._replace(out=q.new_empty(*q.shape[:-1], v.shape[-1]))
+
+    class Flex(torch.autograd.Function):
+        """A compiled kernel of no time."""
+
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+            ctx.save_for_backward(q, k, v)
+            flex_calls.append((q.shape[-1], v.shape[-1]))
+            return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return tuple(torch.empty_like(x) for x in ctx.saved_tensors)
+
+    flex_calls: list[tuple[int, int]] = []
+    flash.run_forward = run_forward
+    # Made on the host, of values; the CPU's tests have it.
+    flex.build_block_mask = lambda *of: None
+    flex.run_flex = lambda q, k, v, blocks, scale, softcap: Flex.apply(q, k, v)
     replace_operations()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     answers = {}
@@ -57,7 +90,7 @@ def main() -> None:
             packed.layout(LENGTH)  # read before values are gone
         ranks = 2 if "ring" in kind else 1
         queries = {"earlier keys": LENGTH - EARLIER, "new token": 1}.get(kind, LENGTH)
-        shapes = [(queries, HEADS, WIDTH), (LENGTH, GROUPS, WIDTH), (LENGTH, GROUPS, 64 if kind == "latent" else WIDTH)]
+        shapes = [(queries, HEADS, WIDTH), (LENGTH, GROUPS, WIDTH), (LENGTH, GROUPS, 64 if "latent" in kind else WIDTH)]
         with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda", 0), Recorder() as recorder:
             core = DotProductAttention(config, 1, pg_collection=groups)
             own = [torch.empty(s // ranks, 1, n, d, dtype=dtype, requires_grad=True) for s, n, d in shapes]
@@ -68,6 +101,7 @@ def main() -> None:
                 output.backward(torch.empty_like(output))
             answers[kind] = {
                 "name": core.backend.name, "kernels": dict(recorder.kernels), "waits": dict(recorder.count_waits()),
+                "flex": [flex_calls.pop() for _ in range(len(flex_calls))],
                 "bytes": recorder.peak_bytes - before,
             }  # fmt: skip
     print(json.dumps(answers))

@@ -23,7 +23,9 @@ CALLS = {
     "chunks": {FLASH: 1}, "window": {FLASH: 1}, "sinks": {FLASH: 1}, "earlier keys": {FLASH: 1},
     # One for each document, and for each piece of keys that a ring's queries see.
     "float32 documents": {EFFICIENT: 5}, "ring": {FLASH: 2}, "ring of documents": {FLASH: 2},
-    "ring with a window": {FLASH: 4},
+    "ring with a window": {FLASH: 4}, "latent by cuDNN": {EFFICIENT: 1}, "latent by flash 3": {FLASH: 1},
+    "latent by flex": {}, "latent documents by flash 4": {FLASH: 1}, "documents by flex": {}, "window by flex": {},
+    "ring of latent heads by flash 3": {FLASH: 2},
 }  # fmt: skip
 """Kind -> forward kernels of one call on the first rank, each of which has one for backward."""
 
@@ -54,7 +56,15 @@ def test_one_kernel_and_no_waits(seen: dict[str, dict[str, Any]], kind: str) -> 
     assert not waits
 
 
-@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"float32 documents"}))
+def test_two_widths_are_padded_for_kernels_of_one_width_only(seen: dict[str, dict[str, Any]]) -> None:
+    padded = {kind for kind in KINDS if "constant_pad_nd" in seen[kind]["kernels"]}
+    assert padded == {"latent"}
+    by_flex = {kind: calls for kind in KINDS if (calls := seen[kind]["flex"])}
+    assert by_flex == {"latent by flex": [[128, 64]], "documents by flex": [[128, 128]], "window by flex": [[128, 128]]}
+    assert seen["latent by cuDNN"]["name"].endswith("by cuDNN with two widths")
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"float32 documents", "latent by cuDNN"}))
 def test_memory_grows_with_the_tokens(seen: dict[str, dict[str, Any]], kind: str) -> None:
     """Results, gradients and sums in float32; a mask of all queries and keys would be as much, and no key is
     repeated."""
