@@ -86,7 +86,7 @@ BLOCK = "--recompute-granularity full,--recompute-method block,--recompute-num-l
 OFFLOADING = "--fine-grained-activation-offloading,--min-offloaded-tensor-size 0,--offload-modules"
 OF_DENSE = "attn_norm qkv_linear core_attn attn_proj mlp_norm mlp_fc1 mlp_act"
 DOCUMENTS = "--dataloader-inter-document-masking"
-FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
+FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8", "rowwise")
 MORE = {
     "gpt2-dropout": (
         *("1", f"1,{SELECTIVE} core_attn", f"1,{SELECTIVE} layernorm", f"1,{SELECTIVE} mlp", f"1,{SELECTIVE} mlp_act"),

@@ -128,7 +128,7 @@ def _draw_formats(chooser: random.Random) -> list[str]:
         # Blocks of values have no kernel here, and are emulated.
         "fp8": [
             "--bf16 --fp8-format hybrid --fp8-recipe "
-            + chooser.choice(["tensorwise", "delayed", "blockwise --fp8-emulation", "mxfp8 --fp8-emulation"])
+            + chooser.choice(["tensorwise", "delayed", "blockwise", "mxfp8 --fp8-emulation"])
         ],
         "moments": [
             "--bf16 --use-precision-aware-optimizer --use-distributed-optimizer "

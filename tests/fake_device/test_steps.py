@@ -92,7 +92,8 @@ TWO_LAYERS = f"{DENSE} --num-layers 2 --global-batch-size 4"
 FEW_BITS = {
     "delayed": ("1", f"{TWO_LAYERS} --fp8-format hybrid --fp8-recipe delayed"),
     "gathered in 8 bits": ("dp2,dist-opt", f"{TWO_LAYERS} --fp8-format hybrid --fp8-recipe delayed --fp8-param-gather"),
-    "blocks": ("1", f"{TWO_LAYERS} --fp8-format hybrid --fp8-recipe blockwise --fp8-emulation"),
+    "blocks": ("1", f"{TWO_LAYERS} --fp8-format hybrid --fp8-recipe blockwise"),
+    "rows": ("1", f"{TWO_LAYERS} --fp8-format hybrid --fp8-recipe rowwise"),
     "mxfp8": ("1", f"{TWO_LAYERS} --fp8-format e4m3 --fp8-recipe mxfp8 --fp8-emulation"),
     "whole matrices, few logits": (
         "1", f"{TWO_LAYERS} --fp8-format hybrid --fp8-recipe tensorwise --loss-chunk-size 128",

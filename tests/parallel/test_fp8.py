@@ -49,7 +49,7 @@ PAIRS = [("tensorwise", "dp2,fsdp2"), ("blockwise", "tp2,sp"), ("mxfp8", "cp2"),
 if ALL_LAYOUTS:
     PAIRS = [
         (recipe, layout)
-        for recipe in ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")
+        for recipe in ("delayed", "tensorwise", "blockwise", "mxfp8", "rowwise", "nvfp4")
         for layout in ("tp2,sp", "pp2", "dp2,dist-opt", "cp2", "dp2,ep2", "dp2,fsdp2")
     ]
 

@@ -100,8 +100,8 @@ class AttentionFields(ArchitectureFields):
         ),
     )
     """Flash kernel that --attention-backend flash, or auto where it chooses that one, means on a GPU: 2 is PyTorch's, 3
-    and 4 need the package that brings them. When not given, the fastest that is there, by a short measurement at start;
-    PyTorch's with --deterministic-mode and with dropout."""
+    and 4 need the package that brings them. When not given, the fastest way of attention that is there, by a short
+    trial at start; PyTorch's with --deterministic-mode and with dropout."""
     masked_softmax_fusion: bool = flag(True, kind="kernel")
     """Scale, mask and softmax of the local backend as one operation that keeps only its output."""
     apply_rope_fusion: bool = flag(True, names=("--rope-fusion",), off_names=("--no-rope-fusion",), kind="kernel")
