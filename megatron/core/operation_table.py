@@ -51,7 +51,7 @@ Obstacle = Callable[[Case], str | None]
 
 
 @dataclass(frozen=True)
-class Way:
+class OperationWay:
     """One implementation of an operation."""
 
     name: str
@@ -78,7 +78,7 @@ class Way:
 class Choice:
     """The ways that are left of an operation, and what stands against the others."""
 
-    ways: tuple[Way, ...]
+    ways: tuple[OperationWay, ...]
     """In order of preference."""
     passed_over: Mapping[str, str]
     """Name of a way -> its obstacle."""
@@ -87,7 +87,7 @@ class Choice:
     """Name of a way -> measured time of one call."""
 
     @property
-    def way(self) -> Way:
+    def way(self) -> OperationWay:
         """The fastest of those that were measured; without measurements the first one that needs no trial. Raises
         StopIteration where none is left."""
         seconds = self.seconds
@@ -177,7 +177,7 @@ ONE_SCALE = ("delayed", "tensorwise")
 _SCALED, _PRODUCTS = "torch.nn.functional.scaled_mm", "megatron.core.scaled_products"
 _ATTENTION = "megatron.core.transformer.core_attention"
 _MATMUL = "megatron.core.tensor_parallel.products:Matmul"
-EMULATED = Way(
+EMULATED = OperationWay(
     "emulated in float32",
     "megatron.core.fp8:multiply_emulated",
     (*ONE_SCALE, "rowwise", "blockwise", "mxfp8", "nvfp4"),
@@ -185,65 +185,65 @@ EMULATED = Way(
 )
 """On every device, and what the other ways of these recipes are compared with."""
 
-OPERATIONS: Mapping[str, tuple[Way, ...]] = {
+OPERATIONS: Mapping[str, tuple[OperationWay, ...]] = {
     "linear": (
-        Way(
+        OperationWay(
             "torch._scaled_mm", "megatron.core.fp8:multiply_natively", ONE_SCALE,
             (_NOT_EMULATED, _needs_capability((8, 9))),
         ),
-        Way(
+        OperationWay(
             f"{_SCALED} with scales of rows", f"{_PRODUCTS}:multiply_rows", ("rowwise",),
             (_NOT_EMULATED, _needs_scaled_mm, _needs_capability((9, 0))),
         ),
-        Way(
+        OperationWay(
             f"{_SCALED} with scales of 1x128 and 128x128", f"{_PRODUCTS}:multiply_blocks", ("blockwise",),
             (_NOT_EMULATED, _needs_scaled_mm, _needs_capability((9, 0), below=(10, 0))),
         ),
-        Way(
+        OperationWay(
             f"{_SCALED} with scales of 1x32", f"{_PRODUCTS}:multiply_mxfp8", ("mxfp8",),
             (_NOT_EMULATED, _needs_scaled_mm, _needs_capability((10, 0))),
         ),
-        Way(
+        OperationWay(
             f"{_SCALED} with scales of 1x16", f"{_PRODUCTS}:multiply_nvfp4", ("nvfp4",),
             (_NOT_EMULATED, _needs_scaled_mm, _needs_capability((10, 0))),
         ),
         EMULATED,
-        Way("torch matmul, weight gradient added into main_grad", _MATMUL, ("accumulated",)),
-        Way("torch matmul, weight gradient by autograd", _MATMUL, ("autograd",)),
+        OperationWay("torch matmul, weight gradient added into main_grad", _MATMUL, ("accumulated",)),
+        OperationWay("torch matmul, weight gradient by autograd", _MATMUL, ("autograd",)),
     ),
     "norm": (
-        Way(
+        OperationWay(
             "one kernel each way, with sums of the residual stream", "megatron.core.kernels.norm:normalise", ("fused",),
             (_needs_triton, _needs_channels(WIDEST_NORM), _not_asked("fewer parameters", "it has a weight and a bias")),
         ),
-        Way("one fused operation", "megatron.core.transformer.norms:rms_norm", ("fused",)),
-        Way("compiled by torch.compile", "megatron.core.transformer.norms:rms_norm_reference", ("compiled",)),
-        Way("elementary operations", "megatron.core.transformer.norms:rms_norm_reference", ("elementary",)),
+        OperationWay("one fused operation", "megatron.core.transformer.norms:rms_norm", ("fused",)),
+        OperationWay("compiled by torch.compile", "megatron.core.transformer.norms:rms_norm_reference", ("compiled",)),
+        OperationWay("elementary operations", "megatron.core.transformer.norms:rms_norm_reference", ("elementary",)),
     ),
     "attention": (
-        Way("torch's operator", f"{_ATTENTION}.sdpa:SDPAttention", ("whole",)),
-        Way(
+        OperationWay("torch's operator", f"{_ATTENTION}.sdpa:SDPAttention", ("whole",)),
+        OperationWay(
             "cuDNN with two widths", f"{_ATTENTION}.sdpa:SDPAttention", ("two widths",),
             (_needs_half, _NOT_DETERMINISTIC, _needs_capability((9, 0))), on_trial=True,
         ),
-        Way(
+        OperationWay(
             "flash attention 3", f"{_ATTENTION}.flash:flash_attention", ("two widths", "bands"),
             (_needs_flash, _NOT_WITH_DROPOUT, _needs_package(3)), on_trial=True,
         ),
-        Way(
+        OperationWay(
             "flash attention 4", f"{_ATTENTION}.flash:flash_attention", ("two widths", "bands"),
             (_needs_flash, _NOT_WITH_DROPOUT, _needs_package(4)), on_trial=True,
         ),
-        Way(
+        OperationWay(
             "flex attention", f"{_ATTENTION}.flex:FlexAttention", ("two widths", "bands"),
             (
                 find_compiler_obstacle, _NOT_WITH_DROPOUT, _not_asked("ring", "a ring merges sums of many kernels"),
                 _needs_bands,
             ), on_trial=True,
         ),
-        Way("flash attention 2", f"{_ATTENTION}.flash:flash_attention", ("bands",), (_needs_flash,)),
-        Way("flex attention", f"{_ATTENTION}.flex:FlexAttention", ("bounds",), (find_compiler_obstacle,)),
-        Way("torch's operator, values padded", f"{_ATTENTION}.sdpa:SDPAttention", ("two widths",)),
-        Way("blocks of queries", f"{_ATTENTION}.query_blocks:QueryBlocksAttention", ("bands", "bounds")),
+        OperationWay("flash attention 2", f"{_ATTENTION}.flash:flash_attention", ("bands",), (_needs_flash,)),
+        OperationWay("flex attention", f"{_ATTENTION}.flex:FlexAttention", ("bounds",), (find_compiler_obstacle,)),
+        OperationWay("torch's operator, values padded", f"{_ATTENTION}.sdpa:SDPAttention", ("two widths",)),
+        OperationWay("blocks of queries", f"{_ATTENTION}.query_blocks:QueryBlocksAttention", ("bands", "bounds")),
     ),
 }  # fmt: skip

@@ -46,7 +46,7 @@ from megatron.core.fp8 import (
     quantise_tensor,
 )
 from megatron.core.kernels import launching
-from megatron.core.operation_table import EMULATED, ONE_SCALE, Case, Way, choose
+from megatron.core.operation_table import EMULATED, ONE_SCALE, Case, OperationWay, choose
 from megatron.core.process_groups_config import Group
 from megatron.core.tensor_parallel.products import Kept, Matmul, Product
 
@@ -71,7 +71,7 @@ class FP8Recipe:
     takes_largest: bool = False
     """Of the remembered amaxes; otherwise the last one."""
     rounds_weight_grad: bool = True
-    way: Way = EMULATED
+    way: OperationWay = EMULATED
     """Row of `linear` that multiplies."""
     measures: bool = False
     """True if to sum up STATISTICS."""
@@ -127,7 +127,7 @@ class FP8Recipe:
         return f"FP8 {'hybrid' if self.hybrid else 'e4m3'}, {self.name} scales, {self.way.name}"
 
 
-def choose_way(recipe: str, *, emulates: bool, device: torch.device) -> Way:
+def choose_way(recipe: str, *, emulates: bool, device: torch.device) -> OperationWay:
     """Return the row of `linear` that multiplies on the device.
 
     emulates: --fp8-emulation. Raises ConfigError for a GPU that cannot, unless it is to be emulated there.

@@ -111,7 +111,7 @@ class PrecisionFields(ArchitectureFields):
     @property
     def rounded_input_bytes(self) -> float | None:
         """Bytes of one value of a linear layer's input as it is saved for backward in 8 or 4 bits, with its share of a
-        scale; None where weight gradients are computed from inputs as they were, or round them anew."""
+        scale; None where weight gradients are computed from inputs as they were, or round them again."""
         recipe = self.few_bits_recipe
         # Without fp8_wgrad, backward multiplies by the input as it was, which is kept in place of the rounded one.
         if recipe is None or recipe == "rowwise" or not self.fp8_wgrad:

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron.core.collectives import broadcast_object
 from megatron.core.device import is_cpu, mark, measure_seconds_between, synchronize
 from megatron.core.device_kernels import activate_flash_attention
-from megatron.core.operation_table import Case, Way, choose
+from megatron.core.operation_table import Case, OperationWay, choose
 from megatron.core.plan.read import read_plan
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.sequences.token_layout import TokenLayout
@@ -97,7 +97,7 @@ def _find_layer(config: TransformerConfig) -> int | None:
 
 
 def measure_ways(
-    config: TransformerConfig, seq_length: int, case: Case, number: int, ways: Sequence[Way]
+    config: TransformerConfig, seq_length: int, case: Case, number: int, ways: Sequence[OperationWay]
 ) -> dict[str, float]:
     """Name -> seconds of one call forward and backward, of the ways that run here and agree with the first one that
     needs no trial. Leaves flash attention 2 in place."""

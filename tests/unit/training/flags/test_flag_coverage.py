@@ -37,6 +37,7 @@ OTHER_DEFAULTS = {
 }
 # Values that upstream does not have.
 FURTHER_CHOICES = {
+    "--fp8-recipe": {"rowwise"},
     **dict.fromkeys(("--ckpt-format", "--ckpt-convert-format"), {"upstream_torch_dist"}),
     "--transformer-impl": {"auto"},
     "--moe-router-score-function": {"softmax-share"},
