@@ -61,9 +61,8 @@ def complete_references(run: Run) -> None:
         load_adapter(run)
     if run.is_first_rank and count:
         source = directory or "the weights of the beginning"
-        say(
-            f"reference log-probabilities: {count} pair{'s' if count > 1 else ''} by {source}, {time.monotonic() - started_at:.1f} s"
-        )
+        pairs, seconds = f"{count} pair{'s' if count > 1 else ''}", time.monotonic() - started_at
+        say(f"reference log-probabilities: {pairs} by {source}, {seconds:.1f} s")
     step.set_references(found, run.device)
 
 
