@@ -10,6 +10,8 @@ otherwise. SIGTERM and Ctrl-C end it: what is being written may go on for --shut
 from __future__ import annotations
 
 import argparse
+import asyncio
+import logging
 import os
 import signal
 import socket
@@ -133,16 +135,22 @@ def start_server(application: Any, listening: socket.socket, *, logs: bool = Fal
     from megatron.core.optional_deps import require
 
     uvicorn = require("uvicorn", needed_by="serve")
-    # Streams that go on at SIGTERM are cut after 2 s: all of the end has 10. The application queues by itself; beyond
-    # this many connections there is an attack, or a client that does not close them.
+    # Connections that are open at the end are cut after a second: all of it has 10. The application queues by itself;
+    # beyond this many connections there is an attack, or a client that does not close them.
     config = uvicorn.Config(
         application.build(), log_level="info" if logs else "warning", access_log=logs, timeout_keep_alive=30,
-        timeout_graceful_shutdown=2, limit_concurrency=2048, lifespan="off",
+        timeout_graceful_shutdown=1, limit_concurrency=2048, lifespan="off",
     )  # fmt: skip
+    # Those are no errors.
+    logging.getLogger("uvicorn.error").addFilter(lambda record: not _is_cut_off(record))
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name="http", daemon=True)
     thread.start()
     return server, thread
+
+
+def _is_cut_off(record: logging.LogRecord) -> bool:
+    return record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
 def build_engine(
@@ -203,13 +211,16 @@ def choose_graphs(arguments: argparse.Namespace, trained: TrainedModel, recorder
 def build_drafter(arguments: argparse.Namespace, trained: TrainedModel, longest: int) -> Drafter | None:
     """Build the drafter of tokens, for texts that have at most `longest`; None where nothing drafts. Raises ConfigError
     for a draft model of other tokens or of fewer positions."""
+    from megatron.core.inference.model_runner import ModelRunner
     from megatron.core.inference.speculation import ModelDrafter, PredictionDrafter, PromptLookup
     from megatron.core.tensor_parallel.packed_products import pack_weights
-    from megatron.training.checkpoint.trained_model import load_trained_model
+    from megatron.training.checkpoint.trained_model import LAYOUT, load_trained_model
 
     most = arguments.num_speculative_tokens
     if arguments.draft_model is not None:
-        smaller = load_trained_model(arguments.draft_model, bf16=arguments.bf16)
+        groups, divided = ModelRunner(trained.model).groups, trained.config.model
+        layout = {name: size for name in LAYOUT if (size := getattr(divided, name) or 1) > 1}
+        smaller = load_trained_model(arguments.draft_model, bf16=arguments.bf16, layout=layout, groups=groups)
         for what, found, expected in (
             ("tokens", smaller.vocab_size, trained.vocab_size),
             (

@@ -185,6 +185,10 @@ class Engine:
     def step(self) -> list[Request]:
         """Make one pass of the model. Returns the requests that are finished by it."""
         parts = self.scheduler.plan()
+        if self.drafter is not None:
+            for request in self.scheduler.waiting:
+                if request.preemptions:  # its room is another's now
+                    self.drafter.forget(request)
         if not parts:
             return []
         tokens = [self._list_tokens(part) for part in parts]

@@ -57,7 +57,7 @@ class Drafter(ABC):
         """After a pass with these requests: set `drafts` of those whose text goes on. Every rank takes part."""
 
     def forget(self, request: Request) -> None:  # noqa: B027 (most keep nothing)
-        """Forget what is kept of a request that has ended."""
+        """Forget what is kept of a request that has ended, or was preempted."""
 
     def note(self, drafted: Sequence[int], chosen: Sequence[int]) -> None:
         """Count drafts that were confirmed, of those that came to be judged."""
@@ -125,7 +125,7 @@ class PromptLookup(Drafter):
 
 
 class ModelDrafter(Drafter):
-    """Drafts what another, smaller model with the same vocabulary says; on one process."""
+    """Drafts what another, smaller model with the same vocabulary says, whose ranks are those of the model."""
 
     def __init__(self, model: nn.Module, most: int = 4) -> None:
         super().__init__(most)
@@ -134,30 +134,64 @@ class ModelDrafter(Drafter):
     def begin(self, runner: ModelRunner, max_tokens: int, capacity: int, vocab_size: int | None) -> None:
         """See Drafter."""
         super().begin(runner, max_tokens, capacity, vocab_size)
-        if runner.world_size > 1:
-            raise ConfigError("a draft model needs the whole model on one process; leave it out")
-        self._vocab_size, self._max_tokens = vocab_size, max_tokens
-        self._held: dict[int, SequenceState] = {}
+        own, ranks = self._runner.world_size, runner.world_size
+        if own != ranks:
+            raise ConfigError(f"a draft model is on as many processes as the model, {ranks}, and not on {own}")
+        self._vocab_size = vocab_size
+        self._state = SequenceState(0, max_tokens, reaches=self._runner.find_reaches(), capacity=capacity)
+        self._runner.begin(self._state)
+        self._held: dict[int, HeldSequence] = {}
 
     def draft(self, requests: Sequence[Request]) -> None:
-        """See Drafter; text by text, as texts differ in what the smaller model has not read yet."""
-        for request in list_writing(requests):
-            state = self._held.setdefault(request.number, SequenceState(1, self._max_tokens))
-            # A recurrent state cannot take a draft back: it reads the text again.
-            fits = 0 if state.is_recurrent else min(state.lengths[0], len(request.text) - 1)
-            state.rewind([fits])
-            text = list(request.text)
-            for _ in range(min(self.most, count_room(request))):
-                logits = self._runner.run([text[state.lengths[0] :]], state, [1])
-                assert logits is not None
-                if self._vocab_size is not None:
-                    logits[:, self._vocab_size :] = -math.inf
-                request.drafts.append(draft_next_tokens(logits, request.sampling, [request.generator]))
-                text.append(int(request.drafts[-1].tokens))
+        """See Drafter; texts are read together, each from where the smaller model has read it to."""
+        state = self._state
+        writing = [each for each in list_writing(requests) if self._reserve(each)]
+        text = {each.number: list(each.text) for each in writing}
+        for count in range(self.most):
+            writing = [each for each in writing if count_room(each) > count]
+            if not writing:
+                break
+            state.rows = [self._held[each.number] for each in writing]
+            new = [text[each.number][held.length :] for each, held in zip(writing, state.rows, strict=True)]
+            logits = self._runner.run(new, state, [1] * len(new))
+            own = choose_drafts(writing, logits, self._vocab_size) if logits is not None else None
+            for request, draft in zip(writing, self._runner.agree(own), strict=True):
+                request.drafts.append(draft)
+                text[request.number].append(int(draft.tokens))
+            state.is_recurrent = self._runner.is_anywhere(state.is_recurrent)
+
+    def _reserve(self, request: Request) -> bool:
+        """Take back drafts, and reserve what the next ones need; False where there is no room, as what texts share in
+        the engine each has for itself here."""
+        state, text = self._state, request.text
+        held = self._held.setdefault(request.number, state.add())
+        # A recurrent state cannot take a draft back: it reads the text again.
+        fits = 0 if state.is_recurrent else min(held.length, len(text) - 1)
+        if fits == 0:
+            state.release(held)
+        held.length = fits
+        length = len(text) + min(self.most, count_room(request)) - 1
+        if not state.can_reserve(held, length):
+            self.forget(request)
+            return False
+        state.reserve(held, length)
+        return True
 
     def forget(self, request: Request) -> None:
         """See Drafter."""
-        self._held.pop(request.number, None)
+        held = self._held.pop(request.number, None)
+        if held is not None:
+            self._state.release(held)
+
+
+def choose_drafts(requests: Sequence[Request], logits: Tensor, vocab_size: int | None) -> list[Draft]:
+    """A draft for each request from logits [requests, v], of tokens below vocab_size."""
+    if vocab_size is not None:
+        logits[:, vocab_size:] = -math.inf
+    return [
+        draft_next_tokens(logits[index : index + 1], each.sampling, [each.generator])
+        for index, each in enumerate(requests)
+    ]
 
 
 @dataclass
@@ -236,7 +270,7 @@ class PredictionDrafter(Drafter):
                 continue
             last = torch.cat([hidden[each.number][-1:] for each in writing], dim=1)
             logits = runner.gather(self._model.compute_logits(last))[:, -1].float()
-            drafts = runner.agree(self._choose(writing, logits) if runner.decides else None)
+            drafts = runner.agree(choose_drafts(writing, logits, self._vocab_size) if runner.decides else None)
             for request, draft in zip(writing, drafts, strict=True):
                 request.drafts.append(draft)
                 known[request.number].append(int(draft.tokens))
@@ -272,12 +306,3 @@ class PredictionDrafter(Drafter):
             own.length = min(own.length, final, max(0, text - depth))
             kept.waiting[depth - 1] = before[own.length - first : final - first]
             hidden[request.number] = found
-
-    def _choose(self, requests: Sequence[Request], logits: Tensor) -> list[Draft]:
-        """A draft for each request from logits [requests, v]."""
-        if self._vocab_size is not None:
-            logits[:, self._vocab_size :] = -math.inf
-        return [
-            draft_next_tokens(logits[index : index + 1], each.sampling, [each.generator])
-            for index, each in enumerate(requests)
-        ]

@@ -29,7 +29,7 @@ from tests.unit.inference.crossings import (
     draw_requests,
     write_crossing,
 )
-from tests.unit.inference.test_unequal_prompts import KINDS
+from tests.unit.inference.test_unequal_prompts import KINDS, ROPE
 
 
 def model_of(flags: str) -> GPTModel:
@@ -110,6 +110,18 @@ def test_drafts_change_nothing(kind: str, way: str) -> None:
             assert [pool.num_used for state in drafter._states for pool in state.pools] == [0, 0]
         assert drafter.drafted > 0 and drafter.kept <= drafter.drafted
         assert way != "model" or drafter.kept == drafter.drafted, "the model agrees with itself"
+
+
+def test_drafts_of_a_preempted_text_take_no_room() -> None:
+    """Two texts grow until there is room for only one; both get their whole answers."""
+    model = model_of(f"{ROPE} --max-position-embeddings 128 --mtp-num-layers 1")
+    settings = EngineSettings(112, capacity_tokens=112, max_requests=2)
+    engine = Engine(model, settings, drafter=PredictionDrafter(model))
+    requests = engine.run([Request([(row + place) % VOCAB_SIZE for place in range(52)], 60, GREEDY) for row in (0, 1)])
+    assert engine.scheduler.preemptions == 1
+    for request in requests:
+        assert_as_alone(model, request)
+    assert_nothing_is_held(engine)
 
 
 def test_a_window_gives_back_its_pages_and_a_state_stays_as_it_is() -> None:
