@@ -125,7 +125,7 @@ class PromptLookup(Drafter):
 
 
 class ModelDrafter(Drafter):
-    """Drafts what another, smaller model with the same vocabulary says, whose ranks are those of the model."""
+    """Drafts what another, smaller model with the same vocabulary says, divided over the same ranks."""
 
     def __init__(self, model: nn.Module, most: int = 4) -> None:
         super().__init__(most)
