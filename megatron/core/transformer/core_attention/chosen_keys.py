@@ -31,6 +31,7 @@ from megatron.core.transformer.core_attention.block_kernels import (
     Rule,
     choose_masked_kernel,
     draw_seed,
+    find_shared_gradients,
     multiply_in_float32,
 )
 
@@ -228,9 +229,9 @@ class _AttendChosen(torch.autograd.Function):
             more = query.shape[-1] - call.value_width
             grad, merged = (F.pad(x[rows].flatten(0, 1).unsqueeze(1), (0, more)) for x in (grad_output, output))
             logs = log_sum[rows].flatten(0, 1).unsqueeze(1)
-            add_q, add_k, add_v = call.kernel.backward(grad, inputs, (merged, logs), rule)
-            grad_query[rows] = add_q.reshape(grad_query[rows].shape)
-            add_rows_(grad_key, lies, at_least_float32(add_k + add_v).flatten(0, 2))
+            of_query, of_keys = find_shared_gradients(call.kernel, grad, inputs[:2], (merged, logs), rule)
+            grad_query[rows] = of_query.reshape(grad_query[rows].shape)
+            add_rows_(grad_key, lies, at_least_float32(of_keys).flatten(0, 2))
         return grad_query, grad_key.to(key.dtype), None, None
 
 

@@ -23,6 +23,7 @@ from megatron.core.transformer.core_attention.block_kernels import (
     add_sinks,
     choose_masked_kernel,
     compute_sinks_grad,
+    find_shared_gradients,
 )
 from megatron.core.transformer.core_attention.chosen_keys import QueryBlock
 
@@ -144,9 +145,9 @@ class _AttendEntries(torch.autograd.Function):
         for rows, seen, among, inputs, rule in _cut(query, tokens, entries, chosen, ctx.places):
             grad, merged = (x[rows].permute(1, 2, 0, 3).contiguous() for x in (grad_output, output))
             logs = log_sum[rows].permute(1, 2, 0).contiguous()
-            add_q, add_k, add_v = kernel.backward(grad, inputs, (merged, logs), rule)
-            grad_query[rows] = add_q.permute(2, 0, 1, 3)
-            added = at_least_float32(add_k + add_v).squeeze(1).transpose(0, 1)  # [t + e, b, c]
+            of_query, of_keys = find_shared_gradients(kernel, grad, inputs[:2], (merged, logs), rule)
+            grad_query[rows] = of_query.permute(2, 0, 1, 3)
+            added = at_least_float32(of_keys).squeeze(1).transpose(0, 1)  # [t + e, b, c]
             of_tokens, of_entries = added.split([seen.stop - seen.start, among.stop - among.start])
             grad_tokens[seen] += of_tokens
             grad_entries[among] += of_entries
