@@ -7,10 +7,12 @@ distributed optimizer or FSDP2, which also gathers weights.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron.core.plan.branch_kind import Counts, count_bytes
+from megatron.core.plan.branch_kind import Counts, count_bytes, count_norm
+from megatron.core.plan.model_plan import LayerPlan
 from megatron.core.plan.read import read_plan
 from megatron.core.plan.stages import StageContent
 from megatron.planner.memory import Workload, count_layers
@@ -35,7 +37,12 @@ def count_rank_parameters(
     has_table = False
     for content in chunks:
         layers = plan.decoder[content.layers.start : content.layers.stop]
-        layers += plan.prediction if content.has_prediction else ()
+        if content.has_prediction:
+            # With its layers each depth has the matrices that join tokens and states, norms, and a sum of streams.
+            layers += plan.prediction
+            joining = 2 * model.hidden_size**2 / ranks + 3 * count_norm(model)
+            joining += model.enable_hyper_connections * model.num_residual_streams * model.stream_width
+            dense += joining * len(plan.list_depths())
         of_layers = divide_parameters(model, count_layers(model, layers, has_final_norm=content.ends_decoder))
         dense, experts = dense + of_layers[0], experts + of_layers[1]
         for is_there, is_own in (
@@ -114,3 +121,12 @@ def count_element_bytes(
     kept += _BYTES[optimizer.main_params_dtype] if gradient and weight == 2 else 0
     kept = kept * (1 - offloaded) + outer
     return weight + gradient + kept / (copies if replicas.use_distributed_optimizer else 1)
+
+
+def list_layers(model: TransformerConfig, content: StageContent) -> tuple[tuple[LayerPlan, ...], int]:
+    """Layers that a stage runs, those of multi-token prediction behind the decoder's, and the depths of these."""
+    plan = read_plan(model)
+    depths = (model.mtp_num_layers or 0) if content.has_prediction else 0
+    further = itertools.islice(itertools.cycle(plan.list_depths()), depths)
+    layers = plan.decoder[content.layers.start : content.layers.stop]
+    return (*layers, *itertools.chain.from_iterable(further)), depths

@@ -33,13 +33,12 @@ from megatron.core.pipeline_parallel.schedules import Action
 from megatron.core.plan.branch_kind import Kept, Tokens, count_bytes
 from megatron.core.plan.kinds import find_kind
 from megatron.core.plan.model_plan import Branch, LayerPlan
-from megatron.core.plan.read import read_plan
 from megatron.core.plan.stages import StageContent, build_pipeline_layout, build_virtual_stages
 from megatron.core.tensor_parallel.offloaded_activations import PREFETCHED_GROUPS
 from megatron.core.transformer.execution.activation_policy import divide_layers
 from megatron.planner.few_bits import count_head_temporaries, count_product_temporaries, count_rounded_weights
 from megatron.planner.memory import Workload, count_layers
-from megatron.planner.state_memory import count_rank_parameters, count_state_bytes, divide_parameters
+from megatron.planner.state_memory import count_rank_parameters, count_state_bytes, divide_parameters, list_layers
 
 if TYPE_CHECKING:
     from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -171,14 +170,14 @@ def _describe_chunk(
     tokens, ranks = count_tokens(model, workload), model.tensor_model_parallel_size
     hidden = tokens.own * model.hidden_size * count_bytes(model)
     stream = tokens.own * model.stream_width * (4 if model.fp32_residual_connection else count_bytes(model))
-    plans = read_plan(model).decoder[content.layers.start : content.layers.stop]
+    plans, depths = list_layers(model, content)
     branches = [list_kept(model, workload, layer) for layer in plans]
     described = list(zip(plans, branches, strict=True))
     in_graphs = [_find_recorded(model, *layer) for layer in described]
     left: list[list[list[float]]] = []  # bytes of each row of each branch of each layer
     kept = recorded = entering = 0.0
     on_host = range(model.cpu_offloading_num_layers or 0)  # the first layers of the stage, whole
-    units = divide_layers(model, len(content.layers))
+    units = divide_layers(model, len(plans))
     for unit in units:
         for index in unit.layers:
             stays = 0.0 if unit.is_recomputed or index in on_host else 1.0
@@ -228,11 +227,13 @@ def _describe_chunk(
         kept += 2 * hidden  # the last layer's output, and what the final norm makes of it
         if model.num_streams is not None:
             kept += stream  # of which that output is a sum
+    # Of a depth the token's embedding, what is joined and normed before its layer, that one's output, and its norm's.
+    kept += depths * (5 * hidden if model.num_streams is None else 4 * hidden + 2 * stream)
     if content.has_loss:
         # Their gradient is written over them.
         logits = tokens.all * workload.padded_vocab_size / ranks * count_bytes(model)
         in_flight = _list_in_flight(model, [_list_moved(model, *layer) for layer in enumerate(branches)])
-        forward = logits * _find_chunk(model, workload) + sum(in_flight)
+        forward = logits * (1 + (model.mtp_num_layers or 0)) * _find_chunk(model, workload) + sum(in_flight)
         if model.defers_weight_gradients:
             waiting, backward = waiting + logits + hidden, backward + logits + hidden
         head = workload.padded_vocab_size * model.hidden_size / ranks * count_bytes(model)

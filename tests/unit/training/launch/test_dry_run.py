@@ -83,6 +83,29 @@ def test_memory_is_what_the_planner_says_and_products_are_the_models(tmp_path: P
     assert 1.0 < found["ranks"][0]["flops"] / (flops * 512 * 6) < 1.25
 
 
+DEEPSEEK = """--bf16 --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope --lr 1e-4
+    --untie-embeddings-and-output-weights --multi-latent-attention --mock-data --tokenizer-type NullTokenizer
+    --vocab-size 4095 --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --hidden-dropout 0 --num-layers 2
+    --attention-dropout 0 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048
+    --qk-pos-emb-head-dim 32"""
+FURTHER_TOKENS = f"""{DEEPSEEK} --hidden-size 1024 --q-lora-rank 384 --kv-lora-rank 256 --qk-head-dim 64
+    --v-head-dim 64 --qk-layernorm --ffn-hidden-size 2816 --mtp-num-layers 2"""
+DEEPSEEK_V4 = f"""{DEEPSEEK} --experimental-attention-variant dsv4_hybrid --csa-compress-ratios [4,128,0]
+    --hidden-size 2048 --ffn-hidden-size 4096 --q-lora-rank 512 --v-head-dim 512 --o-groups 4 --o-lora-rank 512
+    --dsa-indexer-n-heads 16 --dsa-indexer-head-dim 128 --dsa-indexer-topk 256 --dsa-indexer-loss-coeff 0.01
+    --enable-hyper-connections --mtp-num-layers 1"""
+
+
+@pytest.mark.parametrize("text", [FURTHER_TOKENS, DEEPSEEK_V4], ids=["further tokens", "DeepSeek-V4"])
+def test_memory_of_deepseek_is_planned(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "dry.json"
+    config = read_run_config(f"{text} --dry-run --dry-run-json {path}".split(), {})
+    assert dry_run(config, build_gpt_recipe(config), build_run) == 0
+    (stage,) = predict_step_memory(config.model, config.ddp, config.optimizer, describe_gpt_workload(config, 4096))
+    (found,) = json.loads(path.read_text())["ranks"]
+    assert stage.total == pytest.approx(found["peak_bytes"], rel=0.03)
+
+
 def test_experts_and_replicas_agree(tmp_path: Path) -> None:
     text = """--world-size 4 --bf16 --num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2
         --moe-token-dispatcher-type alltoall --moe-grouped-gemm --use-distributed-optimizer --overlap-grad-reduce
