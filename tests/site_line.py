@@ -133,20 +133,15 @@ def compare_over_a_line(every: int, form: str) -> None:
     print(f"waiting at an exchange: {lines.waiting_seconds:.2f} s by the formula ({control}); measured {waited:.2f} s")
 
 
-def compare_losses(quickstart: Path, every: int, form: str, steps: int, outer: Sequence[str]) -> None:
-    """Print the loss of both ways at the end, the mean over the last tenth of the steps."""
+def compare_losses(quickstart: Path, every: int, form: str, steps: int, outer: Sequence[str], seed: int) -> None:
+    """Print both ways' losses at the end: of training, over the last tenth of the steps, and of validation, with
+    the weights after the last exchange. outer: flags of DiLoCo."""
     data: list[object] = ["--data-path", quickstart / "stdlib_text_document", "--split", "95,5,0", "--tokenizer-type"]
     data += ["HuggingFaceTokenizer", "--tokenizer-model", quickstart / "tokenizer", "--train-iters", steps]
     data += ["--lr-decay-style", "cosine", "--lr-warmup-iters", steps // 10, "--log-interval", 1, "--weight-decay", 0.1]
-    sites: list[object] = [
-        "--diloco-replicas",
-        2,
-        "--diloco-inner-steps",
-        every,
-        "--diloco-exchange-dtype",
-        form,
-        *outer,
-    ]
+    data += ["--eval-iters", 80, "--eval-interval", steps + 1, "--seed", seed]
+    sites: list[object] = ["--diloco-replicas", 2, "--diloco-inner-steps", every, "--diloco-exchange-dtype", form]
+    sites += outer
     ways: list[tuple[str, list[object]]] = [("synchronous", [SYNCHRONOUS[0]]), ("DiLoCo", sites)]
     losses = {}
     with tempfile.TemporaryDirectory() as directory:
@@ -156,11 +151,13 @@ def compare_losses(quickstart: Path, every: int, form: str, steps: int, outer: S
             own = [*data, "--data-cache-path", root / "cache", "--metrics-dir", root, *flags]
             ranks = [start(list(map(str, own)), name_rank(rank, 2, port), root / "log") for rank in range(2)]
             finish(ranks, root / "log")
-            rows = map(json.loads, (root / "metrics.jsonl").read_text().splitlines())
+            rows = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
             last = [row["lm loss"] for row in rows if "lm loss" in row][-(steps // 10) :]
-            losses[name] = sum(last) / len(last)
-            print(f"{name:12} loss {losses[name]:.4f} after {steps} steps", flush=True)
-    print(f"DiLoCo, every {every} steps in {form}: {100 * (losses['DiLoCo'] / losses['synchronous'] - 1):+.2f} %")
+            losses[name] = sum(last) / len(last), rows[-1]["eval"]["lm loss"]
+            print(f"{name:12} loss {losses[name][0]:.4f}, validation {losses[name][1]:.4f}", flush=True)
+    ours, exact = losses["DiLoCo"], losses["synchronous"]
+    more = [f"{100 * (mine / theirs - 1):+.2f} %" for mine, theirs in zip(ours, exact, strict=True)]
+    print(f"DiLoCo, every {every} steps in {form}: {more[0]}, validation {more[1]}")
 
 
 def main() -> None:
@@ -170,11 +167,12 @@ def main() -> None:
     parser.add_argument("--form", choices=("fp32", "bf16", "int8", "e3m0"), default="fp32")
     parser.add_argument("--quickstart", type=Path, help="directory of the quickstart: compare losses on its corpus")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=1234)
     asked, outer = parser.parse_known_args()
     if asked.quickstart is None:
         compare_over_a_line(asked.every, asked.form)
     else:
-        compare_losses(asked.quickstart, asked.every, asked.form, asked.steps, outer)
+        compare_losses(asked.quickstart, asked.every, asked.form, asked.steps, outer, asked.seed)
 
 
 if __name__ == "__main__":

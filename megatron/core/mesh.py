@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import gcd, prod
 
-from megatron.core.config_base import name_divisors
+from megatron.core.config_base import name_divisors, name_multiples
 from megatron.core.errors import TopologyError
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
@@ -295,7 +295,8 @@ def size_problems(world_size: int, sizes: dict[str, int]) -> list[str]:
     elif world_size < 1 or world_size % per_copy:
         problems.append(
             f"{written('tp', 'pp', 'cp')} = {per_copy} processes per model copy does not divide the {world_size} "
-            f"processes of the job (WORLD_SIZE); use sizes whose product is {name_divisors(world_size, per_copy)}"
+            f"processes of the job (WORLD_SIZE); use sizes whose product is {name_divisors(world_size, per_copy)}, or "
+            f"start {name_multiples(world_size, per_copy)} processes"
         )
     available, per_expert = world_size // sizes["pp"], sizes["etp"] * sizes["ep"]
     if available % per_expert and (not problems or per_expert != sizes["tp"]):

@@ -140,8 +140,7 @@ STREAMING = (
 ).split()
 STREAMED: dict[str, Any] = {"steps": 4, "mixing": 0.5}
 LAYOUTS = {
-    "eight bits": (2, ["--diloco-exchange-dtype", "int8"]),
-    "replicas": (4, []),
+    "replicas": (4, ["--diloco-exchange-dtype", "int8"]),
     "divided state": (4, ["--use-distributed-optimizer"]),
     "tensor parallel": (4, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
     "pipeline": (4, ["--pipeline-model-parallel-size", "2"]),
@@ -160,7 +159,7 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     ("flags", "sizes", "layouts"),
     [
-        (PLAIN, {"steps": 3}, ("eight bits", "replicas", "tensor parallel")),
+        (PLAIN, {"steps": 3}, ("replicas", "tensor parallel")),
         (STREAMING, STREAMED | {"fragments": 2, "overlap": 1, "form": "bf16"}, ("divided state", "pipeline")),
     ],
     ids=["plain", "streaming"],
@@ -175,7 +174,7 @@ def test_sites_train_as_the_simulation_says(
     check(programs)
     for name in layouts:
         replicas = 2 if name in ("replicas", "divided state") else 1
-        expected = simulate(replicas, **sizes | ({"form": "int8"} if name == "eight bits" else {}))
+        expected = simulate(replicas, **sizes | ({"form": "int8"} if name == "replicas" else {}))
         assert read_losses(tmp_path / name) == pytest.approx(expected, abs=2e-5), name
 
 

@@ -115,7 +115,7 @@ def test_coordinates_tell_the_ranks_apart_on_either_grid(grid: RankGrid) -> None
             {"world_size": 6, "tp": 2, "pp": 2},
             "--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2 x --context-parallel-size 1 = 4 "
             "processes per model copy does not divide the 6 processes of the job (WORLD_SIZE); use sizes whose product "
-            "is 3 or 6",
+            "is 3 or 6, or start 4 or 8 processes",
         ),
         (
             {"world_size": 1, "tp": 2},
