@@ -223,12 +223,7 @@ def _describe_chunk(
     forward = 0.0
     if content.has_embedding and model.hidden_dropout:
         kept += tokens.own * model.hidden_size  # which elements are dropped
-    if content.ends_decoder:
-        kept += 2 * hidden  # the last layer's output, and what the final norm makes of it
-        if model.num_streams is not None:
-            kept += stream  # of which that output is a sum
-    # Of a depth the token's embedding, what is joined and normed before its layer, that one's output, and its norm's.
-    kept += depths * (5 * hidden if model.num_streams is None else 4 * hidden + 2 * stream)
+    kept += _count_ends(model, content.ends_decoder, depths, hidden, stream)
     if content.has_loss:
         # Their gradient is written over them.
         logits = tokens.all * workload.padded_vocab_size / ranks * count_bytes(model)
@@ -246,6 +241,15 @@ def _describe_chunk(
     return _ChunkMemory(
         kept, waiting, forward, max(backward, forward), recorded, entering, 0.0 if content.has_loss else stream
     )
+
+
+def _count_ends(model: TransformerConfig, ends_decoder: bool, depths: int, hidden: float, stream: float) -> float:
+    """Bytes kept behind the decoder and around layers of multi-token prediction."""
+    of_streams = model.num_streams is not None
+    # The last layer's output and what the final norm makes of it, and the streams of which that output is a sum.
+    decoder = (2 * hidden + stream * of_streams) * ends_decoder
+    # Of a depth the token's embedding, what is joined and normed before its layer, that one's output, and its norm's.
+    return decoder + depths * (4 * hidden + 2 * stream if of_streams else 5 * hidden)
 
 
 def _count_gathered(
