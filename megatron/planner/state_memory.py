@@ -124,7 +124,7 @@ def count_element_bytes(
 
 
 def list_layers(model: TransformerConfig, content: StageContent) -> tuple[tuple[LayerPlan, ...], int]:
-    """Layers that a stage runs, those of multi-token prediction behind the decoder's, and the depths of these."""
+    """Layers that a stage runs, with layers of multi-token prediction behind the decoder's, and the depths of these."""
     plan = read_plan(model)
     depths = (model.mtp_num_layers or 0) if content.has_prediction else 0
     further = itertools.islice(itertools.cycle(plan.list_depths()), depths)
