@@ -122,6 +122,7 @@ ENVIRONMENT_READERS = {
     "megatron/cli/serve.py": "MEGATRON_API_KEY: a command line is seen by all users of a machine",
 }
 CHOOSES_MODULES = {
+    "megatron/core/operation_table.py": "its rows say where the code of each way is",
     "megatron/core/optional_deps.py": "the one door of optional packages",
     "megatron/core/__init__.py": "its table of names says where each is defined",
     "megatron/core/lazy_names.py": "tables of names say where each is defined",
