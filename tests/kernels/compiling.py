@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -78,6 +79,34 @@ def capture() -> Iterator[list[Launch]]:
 
     with mock.patch.object(launching, "launch", note), mock.patch.object(launching, "uses_kernels", lambda *_: True):
         yield launches
+
+
+def capture_variants(comparisons: Iterable[Callable[[str], None]]) -> list[Launch]:
+    """What comparisons of kernels with their references start until they find that nothing was computed: a launch of
+    each kernel, and of each combination of its dtypes, constants and kinds of sizes."""
+    found: dict[Any, Launch] = {}
+
+    def note(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int = 4, **constants: Any) -> None:
+        constants.pop("cooperative", None)
+        key = (kernel.__name__, *map(_describe, arguments), num_warps, *sorted(map(str, constants.items())))
+        found.setdefault(key, Launch(kernel, arguments, constants, num_warps))
+
+    modules = [module for name, module in sys.modules.items() if name.startswith("tests.kernels.")]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(launching, "launch", note))
+        for module in modules:
+            if hasattr(module, "assert_close"):
+                stack.enter_context(mock.patch.object(module, "assert_close", lambda *_, **__: None))
+        for compare in comparisons:
+            with contextlib.suppress(AssertionError):
+                compare("cpu")
+    return list(found.values())
+
+
+def _describe(argument: Any) -> str:
+    """What Triton compiles anew for."""
+    kind = "" if argument is None else _name_type(argument)
+    return f"{kind} of 16" if isinstance(argument, int) and argument % 16 == 0 else kind
 
 
 def compile_for_h200(launch: Launch, capability: int = 90) -> MachineCode:

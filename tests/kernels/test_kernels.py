@@ -34,7 +34,7 @@ from megatron.core.transformer.moe.grouped_products import GroupedMatmul  # noqa
 from megatron.core.transformer.moe.permutation import unpermute  # noqa: E402
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.rotary import Rotation, rotate_and_join_latent_heads, split_and_rotate  # noqa: E402
-from tests.kernels.compiling import capture, compile_for_h200  # noqa: E402
+from tests.kernels.compiling import capture, capture_variants, compile_for_h200  # noqa: E402
 from tests.kernels.training_comparisons import ALL_COMPARISONS  # noqa: E402
 from tests.support.gpt_models import read_config  # noqa: E402
 
@@ -202,6 +202,16 @@ def test_blackwell_has_the_same_kernels(tmp_path: Path, monkeypatch: pytest.Monk
         name = launch.kernel.__name__
         assert code.stack_bytes <= (8 if name == "norm_backward" else 0) and code.shared_bytes <= 227 * 1024, name
         assert "mma" in code.ptx or "states" not in name
+
+
+@pytest.mark.skipif("MEGATRON_ALL_LAYOUTS" not in os.environ, reason="takes minutes; MEGATRON_ALL_LAYOUTS=1 runs it")
+@pytest.mark.parametrize("capability", [90, 100])
+def test_every_variant_compiles(capability: int) -> None:
+    """Each that the comparisons start; shared memory suffices for all of them."""
+    variants = capture_variants(ALL_COMPARISONS.values())
+    assert len(variants) >= 158
+    for launch in variants:
+        assert compile_for_h200(launch, capability).shared_bytes <= 227 * 1024, launch
 
 
 @pytest.mark.parametrize("operation", [expert_weight_gradient, eight_bit_weight_gradient])
