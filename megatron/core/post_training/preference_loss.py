@@ -30,7 +30,7 @@ from megatron.core.process_groups_config import Group
 
 @dataclass(frozen=True)
 class PairLosses:
-    """What comes of some pairs; each float32 [pairs]."""
+    """Losses and rewards of some pairs; each float32 [pairs]."""
 
     loss: Tensor
     chosen_reward: Tensor

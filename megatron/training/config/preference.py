@@ -42,7 +42,7 @@ class PreferenceConfig(CheckedConfig):
     """Share of the pairs that may be the wrong way round."""
 
     def problems(self) -> Iterator[str]:
-        """What excludes each other."""
+        """Settings that exclude each other."""
         yield from super().problems()
         if self.dpo_reference is not None and self.dpo_reference_free:
             yield "--dpo-reference-free takes no reference model, --dpo-reference names one; keep one"

@@ -101,7 +101,7 @@ def _list_new_pairs(run: Run, split: str, seen: set[int]) -> list[list[int]]:
 
 @torch.no_grad()
 def _measure(run: Run, step: PreferenceStep, split: str, part: int, indices: Sequence[int]) -> Iterator[References]:
-    """What the model makes of some samples, a global batch of an evaluation at a time; the same on all ranks."""
+    """Log-probabilities of some samples' answers, a global batch of an evaluation at a time; the same on all ranks."""
     # Each site measures all pairs, so that none need be exchanged.
     settings = dataclasses.replace(
         run.data.settings.choose_split(split), dp_rank=run.groups.dp.rank(), dp_size=run.groups.dp.size()
@@ -128,7 +128,7 @@ def _measure(run: Run, step: PreferenceStep, split: str, part: int, indices: Seq
 
 
 def _gather(run: Run, measured: Sequence[dict[str, Any]]) -> References:
-    """What all replicas have measured, from the last stage on every rank."""
+    """Collect the measurements of all replicas, from the last stage on every rank."""
     own = {
         number: tuple(pair)
         for report in measured

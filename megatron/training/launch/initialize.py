@@ -136,7 +136,7 @@ def initialize(config: RunConfig, seat: Seat | None = None) -> Process:
     if made is not None:
         notes.append(made)
     data = config.data
-    has_documents = data.sft or data.dataloader_inter_document_masking or data.reset_attention_mask
+    has_documents = config.packs_samples or data.reset_attention_mask
     chosen = choose_attention_way(config.model, data.seq_length or 1, device, groups, has_documents=has_documents)
     if chosen is not None:
         notes.append(chosen)

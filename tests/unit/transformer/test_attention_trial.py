@@ -120,6 +120,21 @@ def test_documents_and_exchanges_decide_what_is_tried(takes: dict[str | None, fl
         assert config.attention_way == expected, kind
 
 
+def test_a_way_that_is_left_out_is_named(takes: dict[str | None, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    takes |= {FLASH3: 1.0, FLASH4: 0.0}
+    run = attention_trial._run
+
+    def fail(attention: Any, inputs: Any) -> list[torch.Tensor]:
+        if attention.way == FLASH3:
+            raise RuntimeError("no kernel image\nfor this device")
+        return run(attention, inputs)
+
+    monkeypatch.setattr(attention_trial, "_run", fail)
+    note = choose_attention_way(config := build_config(), 64, CPU, GROUPS)
+    assert config.attention_way is None and note is not None
+    assert f"; not {FLASH3}: no kernel image; not {FLASH4}: it gives other numbers than" in note
+
+
 def test_a_run_that_is_told_what_to_do_measures_nothing(takes: dict[str | None, float]) -> None:
     takes[FLASH3] = 1.0
     for fields in ({"flash_attention_version": 2}, {"attention_backend": "local"}, {"deterministic_mode": True}):

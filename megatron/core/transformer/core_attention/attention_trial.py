@@ -60,13 +60,14 @@ def choose_attention_way(
     if not any(way.on_trial for way in ways):
         return None
     # The first rank decides: a clock says something else on each.
-    found = broadcast_object(
+    found, failed = broadcast_object(
         measure_ways(config, seq_length, case, number, ways) if groups.world.rank() == 0 else None, groups.world
     )
     chosen = choose("attention", case, seconds=found).way
     config.attention_way = chosen.name if chosen.on_trial else None
     activate_flash_attention(_VERSIONS.get(chosen.name, 2))
     said = ", ".join(f"{1e3 * seconds:.2f} ms by {name}" for name, seconds in found.items())
+    said += "".join(f"; not {name}: {reason}" for name, reason in failed.items())
     return f"attention of {case.kind} is computed by {chosen.name}, the fastest here ({said})"
 
 
@@ -98,13 +99,14 @@ def _find_layer(config: TransformerConfig) -> int | None:
 
 def measure_ways(
     config: TransformerConfig, seq_length: int, case: Case, number: int, ways: Sequence[OperationWay]
-) -> dict[str, float]:
+) -> tuple[dict[str, float], dict[str, str]]:
     """Name -> seconds of one call forward and backward, of the ways that run here and agree with the first one that
-    needs no trial. Leaves flash attention 2 in place."""
+    needs no trial; name of another way -> why it is left out. Leaves flash attention 2 in place."""
     options = AttentionOptions.from_config(config, number)
     inputs = _draw_inputs(config, options, seq_length, case.device, has_documents=case.kind == "bands")
     usual = next(way for way in ways if not way.on_trial)
     seconds: dict[str, float] = {}
+    failed: dict[str, str] = {}
     expected: list[Tensor] = []
     try:
         for way in (usual, *(way for way in ways if way.on_trial)):
@@ -115,15 +117,17 @@ def measure_ways(
                 if way is usual:
                     expected = found
                 elif not all(map(_agree, found, expected)):
+                    failed[way.name] = f"it gives other numbers than {usual.name}"
                     continue
                 seconds[way.name] = min(_time(attention, inputs) for _ in range(_ROUNDS))
             # Not for this GPU, or not for such heads; compilers raise errors of many kinds.
-            except Exception:
+            except Exception as error:
                 if way is usual:
                     raise
+                failed[way.name] = (str(error).strip().splitlines() or [type(error).__name__])[0]
     finally:
         activate_flash_attention(2)
-    return seconds
+    return seconds, failed
 
 
 def _draw_inputs(
