@@ -48,8 +48,11 @@ class Chart(NamedTuple):
     starts_at_zero: bool = False
 
 
+LOSSES = ("lm loss", "dpo loss")
+"""What a run makes smaller, on tokens or on pairs of answers."""
 CHARTS = (
     Chart("lm loss", "Loss", "nats per token", is_smoothed=True),
+    Chart("dpo loss", "Loss of pairs", "", is_smoothed=True),
     Chart("lr", "Learning rate", ""),
     Chart("grad_norm", "Gradient norm", "", is_smoothed=True, starts_at_zero=True),
     Chart("tokens_per_second", "Throughput", "tokens per second", is_smoothed=True, starts_at_zero=True),
@@ -135,6 +138,7 @@ def _list_tiles(record: RunRecord) -> list[list[str]]:
         # Of the same steps, and in the same way, as in the verdict.
         for name, label, form, reduce in (
             ("lm loss", "loss", lambda v: f"{v:.4f}", lambda values: np.mean(values[-50:])),
+            ("dpo loss", "loss of pairs", lambda v: f"{v:.4f}", lambda values: np.mean(values[-50:])),
             ("tokens_per_second", "tokens per second", lambda v: f"{v:,.0f}", np.median),
             ("mfu", "MFU", lambda v: f"{100 * v:.1f} %", np.median),
             ("peak_memory_bytes", "peak memory", lambda v: f"{v / _GIB:.2f} GiB", np.max),
@@ -144,8 +148,9 @@ def _list_tiles(record: RunRecord) -> list[list[str]]:
             if len(known):
                 tiles.append([label, form(float(reduce(known)))])
         for name, points in reader.evaluations.items():
-            if "validation" in name and "lm loss" in name and "final" not in name:
-                tiles.insert(2, [name.replace("lm loss", "loss,"), f"{points[-1][1]:.4f}"])
+            loss = next((loss for loss in LOSSES if loss in name), None)
+            if "validation" in name and loss is not None and "final" not in name:
+                tiles.insert(2, [name.replace(loss, "loss,"), f"{points[-1][1]:.4f}"])
         tiles += [[name, f"{points[-1][1]:.4f}"] for name, points in [*reader.tasks.items()][:_MOST_TASK_TILES]]
     events = [(label, sum(m.kind in kinds for m in record.marks)) for label, kinds in (
         ("checkpoints", ("save",)), ("restarts", ("restart",)), ("rollbacks", ("rollback",)),
@@ -218,8 +223,8 @@ def _build_curves(chart: Chart, place: int, record: RunRecord) -> list[dict[str,
             smoothed = thin(x[~redone], smooth(y[~redone], window), _MOST_POINTS // 2)
     evaluations: list[dict[str, Any]] = []
     if record.metrics is not None:
-        of_loss = record.metrics.evaluations.items() if chart.column == "lm loss" else ()
-        evaluated = {name: points for name, points in of_loss if name.startswith("lm loss")}
+        of_loss = record.metrics.evaluations.items() if chart.column in LOSSES else ()
+        evaluated = {name: points for name, points in of_loss if name.startswith(chart.column)}
         evaluated |= {name: points for name, points in record.metrics.tasks.items() if name == chart.column}
         evaluations = [
             {"name": name, "points": points[:: 1 + len(points) // 500]} for name, points in evaluated.items()
