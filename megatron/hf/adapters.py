@@ -60,6 +60,7 @@ class AdaptedCheckpoint:
         if adapter is None:
             return weight
         change = adapter.compute_change(self._checkpoint.read(layer + _IN), self._checkpoint.read(layer + _OUT))
+        # Rounded once: a small change would be lost in a sum of 16 bits.
         return (weight.to(change.dtype) + change).to(weight.dtype)
 
     def write(self, output: Path, entries: list[Entry]) -> None:
@@ -136,6 +137,7 @@ class AdapterDirectory:
                 module = modules[adapter.chosen.index(projection)]
                 parts.append(self._tensors.read(f"{_PREFIX}{module}.lora_B.weight"))
             else:
+                # Its rows of the joint matrix are there, and change nothing.
                 parts.append(torch.zeros(rows.shape))
         return join(entry.row, entry.config, parts)
 

@@ -118,6 +118,7 @@ class PromptLookup(Drafter):
         """Return what followed the latest earlier place of the longest end of the text that has one."""
         for length in range(min(self.longest_match, len(text) - 1), 0, -1):
             end = text[-length:]
+            # From the end backwards: a text repeats rather what it has said last.
             for place in range(len(text) - length - 1, -1, -1):
                 if text[place : place + length] == end:
                     return text[place + length : place + length + self.most]
@@ -152,6 +153,7 @@ class ModelDrafter(Drafter):
             if not writing:
                 break
             state.rows = [self._held[each.number] for each in writing]
+            # First all that was confirmed since the last drafts, then each draft by itself.
             new = [text[each.number][held.length :] for each, held in zip(writing, state.rows, strict=True)]
             logits = self._runner.run(new, state, [1] * len(new))
             own = choose_drafts(writing, logits, self._vocab_size) if logits is not None else None
@@ -257,6 +259,7 @@ class PredictionDrafter(Drafter):
         for request, past, states in zip(requests, runner.layout.past, runner.states, strict=False):
             if request.held is not None:
                 hidden[request.number] = states[: request.held.length - past]
+                # Read from the beginning again, as after a preemption: what was kept is of other positions.
                 if past == 0:
                     self.forget(request)
         rooms = {each.number: count_room(each) for each in list_writing(followed)}
@@ -287,6 +290,7 @@ class PredictionDrafter(Drafter):
             )
             waiting, first = kept.waiting[depth - 1], kept.sequences[depth - 1].length
             before = hidden[request.number] if waiting is None else torch.cat((waiting, hidden[request.number]))
+            # A state waits where the token that it is read with is not known yet.
             ids = known[request.number][first + depth :][: len(before)]
             kept.waiting[depth - 1] = before
             hidden[request.number] = before[:0]

@@ -129,6 +129,7 @@ class _AttendEntries(torch.autograd.Function):
         for rows, _, _, inputs, rule in _cut(query, tokens, entries, chosen, places):
             part, logs = add_sinks(*kernel.forward(*inputs, rule), sinks)
             output[rows], log_sum[rows] = part.permute(2, 0, 1, 3), logs.permute(2, 0, 1)
+        # Scores are not kept: with the denominators backward computes the same ones again.
         ctx.places, ctx.scale = places, scale
         ctx.save_for_backward(query, tokens, entries, sinks, chosen, output, log_sum)
         ctx.mark_non_differentiable(log_sum)
