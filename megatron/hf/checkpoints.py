@@ -28,6 +28,7 @@ from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.paths import explain_no_directory, explain_unmakeable_directory
 from megatron.core.placement import Placement
 from megatron.core.process_groups_config import Group, SingleRankGroup
+from megatron.training.checkpoint.adapter_saves import find_base
 from megatron.training.checkpoint.documents import CONFIG, STATE
 from megatron.training.config.container import RunConfig
 from megatron.training.recipes.hf_config import read_json
@@ -97,6 +98,13 @@ class OpenCheckpoint:
         self.contents: Mapping[str, ShardedTensor] = {
             key: tensor for key, tensor in contents.items() if not key.startswith((OPTIMIZER_PREFIX, RNG_PREFIX))
         }
+        self._places = dict.fromkeys(self.contents, found)
+        # The weights of one with adapters only are in another.
+        if (base := find_base(found, group)) is not None:
+            rest = OpenCheckpoint(base.path, group=group)
+            self.valid_rows = {**rest.valid_rows, **self.valid_rows}
+            self.contents = {**rest.contents, **self.contents}
+            self._places = rest._places | self._places
         self.has_optimizer = any(key.startswith(OPTIMIZER_PREFIX) for key in contents)
 
     def read_config(self) -> RunConfig:
@@ -118,7 +126,7 @@ class OpenCheckpoint:
         tensor = torch.empty(stored.global_shape, dtype=stored.dtype)
         whole = ShardedTensor.whole(key, tensor)
         # One weight at a time, so that the model need not fit into memory; the others are not missed.
-        serialization.load({key: whole}, self.found, ALONE, may_have_more=True)
+        serialization.load({key: whole}, self._places[key], ALONE, may_have_more=True)
         return tensor[: self.valid_rows.get(key, len(tensor))] if tensor.dim() else tensor
 
     def read_shape(self, key: str) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from megatron.training.metrics import Metrics, MetricsRow
 if TYPE_CHECKING:
     import torch
 
+    from megatron.core.dist_checkpointing.directory import FoundCheckpoint
     from megatron.core.dist_checkpointing.directory_lock import DirectoryLock
     from megatron.core.distributed.model_chunk import ModelChunk
     from megatron.core.many_sites.outer_optimizer import OuterOptimizer
@@ -234,6 +235,8 @@ class Run:
     Hook.on_close."""
     loaded_from: Path | None = None
     """The checkpoint that the run continues from; None for a run that starts afresh, or only from weights."""
+    base: FoundCheckpoint | None = None
+    """The checkpoint of ours whose weights the run began with; None for a run that began otherwise."""
     list_ended_ranks: Callable[[Sequence[int]], list[int]] = list_none
     """Function that returns the ranks among these that have ended; none where that cannot be found out."""
     leave_groups: Callable[[], None] = ignore_peers

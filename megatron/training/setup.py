@@ -38,6 +38,7 @@ from megatron.core.timers import Timers
 from megatron.core.traffic import Traffic
 from megatron.core.transformer.execution.compilation import compile_regions, find_obstacle
 from megatron.core.transformer.execution.cuda_graphs import record_layers
+from megatron.training.checkpoint.adapter_saves import require_base
 from megatron.training.checkpoint.foreign_files import load_adapter, prepare_foreign_save
 from megatron.training.checkpoint.save_and_load import load_checkpoint
 from megatron.training.checkpoint.save_directories import prepare_save, refuse_to_undo
@@ -85,6 +86,7 @@ def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[H
         # hooks.
         load_checkpoint(run)
         load_adapter(run)
+        require_base(run)
         refuse_to_undo(config, process.groups.world, run.progress)
         if config.training.phase_transitions:
             build_phase_data(run)

@@ -52,6 +52,9 @@ def restore(run: Run, source: CheckpointSource, *, weights_only: bool = False) -
     tensors = {tensor.key: tensor for tensor in renamed}
     _fill(run, source, changes, tensors, from_dense=from_dense, with_state=with_optimizer or with_main)
 
+    # A checkpoint that the run continues may be removed when it has saved the next one.
+    is_base = source.weights is not None and (weights_only or source.weights.path != path) and not from_dense
+    run.base = source.weights if is_base else None
     recall_fallbacks(modules)
     if with_optimizer:
         run.optimizer.load_numbers(state.optimizer)

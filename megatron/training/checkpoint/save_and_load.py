@@ -38,6 +38,7 @@ from megatron.core.errors import CheckpointError, say
 from megatron.core.paths import explain_no_directory
 from megatron.core.process_groups_config import Group
 from megatron.training.checkpoint import rng_state
+from megatron.training.checkpoint.adapter_saves import BASE, describe_base, leave_out_base, saves_adapters_only
 from megatron.training.checkpoint.documents import CONFIG, RNG, STATE
 from megatron.training.checkpoint.local_saves import find_local_part, save_locally
 from megatron.training.checkpoint.restoring import restore
@@ -86,6 +87,8 @@ def save_checkpoint(
 
 def _save_ours(run: Run, saver: AsyncSaver | None, other: Path | None, ranks: Collection[int]) -> Path | None:
     tensors, documents = _gather_content(run, ranks)
+    if saves_adapters_only(run):
+        tensors = leave_out_base(run, tensors)
     settings, root = run.config.checkpoint, Path(run.config.checkpoint.save or "")
     if other is not None:
         documents[non_persistent.DOCUMENT] = non_persistent.build_document(root)
@@ -124,6 +127,8 @@ def _gather_content(run: Run, ranks: Collection[int]) -> tuple[ShardedStateDict,
     if hooks := run.hooks.state_dict():
         state["hooks"] = hooks
     documents: dict[str, Any] = {STATE: state, CONFIG: run.config.to_dict()}
+    if saves_adapters_only(run):
+        documents[BASE] = describe_base(run)
     if not settings.no_save_rng:
         ranks = ranks or [world.rank()]
         for rank in ranks:

@@ -37,7 +37,7 @@ from megatron.core.dist_checkpointing.validation import KeyReport, shorten_list
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import Group
-from megatron.training.checkpoint import rng_state, upcycling
+from megatron.training.checkpoint import adapter_saves, rng_state, upcycling
 from megatron.training.checkpoint.differences import Change, find_changes
 from megatron.training.checkpoint.documents import CONFIG, RNG, read_rng, read_state
 from megatron.training.checkpoint.layer_names import ask_for_sections
@@ -84,6 +84,9 @@ class CheckpointSource(ABC):
     notes: Sequence[str] = ()
     """Sentences on what was left out."""
 
+    weights: FoundCheckpoint | None = None
+    """The checkpoint of ours that has all weights, but for adapters."""
+
     def __init__(self, run: Run, path: Path) -> None:
         """path: named in messages."""
         self.path, self._run = path, run
@@ -117,6 +120,8 @@ class OurSource(CheckpointSource):
     def __init__(self, run: Run, found: FoundCheckpoint, filled_but: frozenset[str] | None = None) -> None:
         super().__init__(run, found.path)
         self._found, self._filled_but = found, filled_but
+        self._base = adapter_saves.find_base(found, self._world, run.config.checkpoint.pretrained_checkpoint)
+        self.weights = self._base or found
 
     def find_changes(self) -> list[Change]:
         # Settings of a run come from its flags, never from the checkpoint, whose settings are only compared.
@@ -145,7 +150,9 @@ class OurSource(CheckpointSource):
         return document if reason is None else None
 
     def fill(self, tensors: ShardedStateDict, wish: Filling) -> KeyReport:
-        report = serialization.load(tensors, self._found, self._world, replicas=wish.replicas, **wish.tolerated)
+        report = adapter_saves.load(
+            tensors, self._found, self._base, self._world, replicas=wish.replicas, **wish.tolerated
+        )
         spoiled = sorted(set(report.lacking) - self._filled_but) if self._filled_but is not None else []
         if spoiled:
             raise CheckpointError(

@@ -23,6 +23,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.stacked_parameters import list_parameters
 from megatron.core.tensor_parallel.fp8_products import recall_fallbacks
 from megatron.core.tensor_parallel.parameters import declare_vocabulary
+from megatron.training.checkpoint import adapter_saves
 from megatron.training.checkpoint.documents import CONFIG
 from megatron.training.checkpoint.run_tensors import build_sharded_fallbacks
 from megatron.training.checkpoint.tokenizer_assets import use_saved_files
@@ -118,7 +119,8 @@ def load_trained_model(
     # Rows beyond the vocabulary are padding, whose number depends on the layout of the saving run.
     declare_vocabulary(model, recipe.vocab_size)
     parameters = ((parameter, get_placement(parameter, name)) for name, parameter in list_parameters(model))
-    serialization.load(model_state(parameters) | build_sharded_fallbacks([model]), found, groups.world)
+    base = adapter_saves.find_base(found, groups.world)
+    adapter_saves.load(model_state(parameters) | build_sharded_fallbacks([model]), found, base, groups.world)
     recall_fallbacks([model])
     return TrainedModel(found.path, config, recipe, model.eval())
 

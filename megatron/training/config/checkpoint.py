@@ -43,6 +43,7 @@ def find_hf_directory(text: str | None) -> Path | None:
 _ONE_LENGTH = Needs(
     "sequences of one length; leave out --hybrid-context-parallel", lambda run: not run.hybrid_context_parallel
 )
+_LORA = Needs("--lora-rank", lambda run: run.lora_rank is not None)
 _EXPERTS = Needs("--num-experts", lambda run: run.num_moe_experts is not None)
 
 
@@ -131,9 +132,11 @@ class CheckpointConfig(CheckedConfig):
     save_hf: PathText | None = None
     """Directory for the model as Hugging Face's programs read it, written when the last iteration is done. A result of
     an earlier run there is replaced."""
-    load_adapter: PathText | None = flag(None, needs=Needs("--lora-rank", lambda run: run.lora_rank is not None))
+    load_adapter: PathText | None = flag(None, needs=_LORA)
     """Directory with adapters that peft has saved, or convert --adapter has written, to begin with; a run that --load
     continues has its own."""
+    save_adapter_only: bool = flag(False, needs=(_SAVING, _LORA))
+    """Save adapters and their optimizer state alone. The rest of the model is in --pretrained-checkpoint."""
     save_params_interval: int | None = flag(None, minimum=1, unit="iterations", needs=_SAVING)
     """Iterations between dumps of the parameters in `params` in --save."""
     save_wgrads_interval: int | None = flag(None, minimum=1, unit="iterations", needs=_SAVING)
@@ -305,6 +308,17 @@ class CheckpointConfig(CheckedConfig):
                 yield f"{self.say(name)} is in object storage, checkpoints are files and directories; give a path"
         if self.ckpt_convert_format is not None and (self.ckpt_convert_save is None or self.load is None):
             yield f"{self.say('ckpt_convert_format')} needs --load, what to convert, and --ckpt-convert-save, where to"
+        if self.save_adapter_only and self.save is not None:
+            if self.pretrained_checkpoint is None or find_hf_directory(self.pretrained_checkpoint) is not None:
+                yield (
+                    "--save-adapter-only needs --pretrained-checkpoint DIR, a checkpoint of this program that keeps "
+                    "the rest of the model; a Hugging Face directory becomes one with python -m megatron convert"
+                )
+            if self.ckpt_format in FOR_UPSTREAM:
+                yield (
+                    f"--save-adapter-only: {self.say('ckpt_format')} is for Megatron-LM, which has no adapters; leave "
+                    "one of them out"
+                )
         if self.ckpt_step is not None and self.load is None:
             yield f"{self.say('ckpt_step')} needs --load"
         starts_afresh = find_hf_directory(self.load) is not None
