@@ -52,7 +52,7 @@ Kind = Literal[
     vector      bias, scale, attention sink: one number for each channel, head or expert
     norm        weight or bias of a normalisation of the hidden states
     qk_norm     weight or bias of a normalisation of queries or keys
-    adapter     matrix of low rank that is trained in place of a weight
+    adapter     matrix of low rank, or change of rows' lengths, that is trained in place of a weight
 """
 
 
@@ -257,7 +257,8 @@ class Placement:
     @property
     def is_vector(self) -> bool:
         """True if this has one number for each channel, head or expert, whatever its shape: biases, norms, scales."""
-        return self.kind in ("vector", "head_bias", "norm", "qk_norm")
+        kinds = ("vector", "head_bias", "norm", "qk_norm")
+        return self.kind in kinds or (self.kind == "adapter" and len(self.full_shape) == 1)
 
     def marks(self) -> dict[str, Any]:
         """Return what programs written for upstream read on a parameter: its attributes there, by name."""

@@ -2,13 +2,14 @@
 """Low-rank adapters for Hugging Face's programs: merged into the weights, or as a directory that peft reads.
 
 adapter_config.json          rank, scale, names of the projections
-adapter_model.safetensors    base_model.model.<module>.lora_A.weight [rank, in], .lora_B.weight [out, rank]
+adapter_model.safetensors    base_model.model.<module>.lora_A.weight [rank, in], .lora_B.weight [out, rank], with DoRA
+                             .lora_magnitude_vector [out], lengths of rows, of which ours are the changes
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _IN, _OUT = ".adapter.linear_in.weight", ".adapter.linear_out.weight"
+_MAGNITUDE = ".adapter.magnitude_change"
 
 
 def list_adapters(model: nn.Module) -> dict[str, Adapter]:
@@ -59,9 +61,13 @@ class AdaptedCheckpoint:
         adapter = self._adapters.get(layer) if layer != key else None
         if adapter is None:
             return weight
-        change = adapter.compute_change(self._checkpoint.read(layer + _IN), self._checkpoint.read(layer + _OUT))
-        # Rounded once: a small change would be lost in a sum of 16 bits.
-        return (weight.to(change.dtype) + change).to(weight.dtype)
+        return adapter.merge(weight, *self._read_matrices(layer), self._read_magnitude(layer, adapter))
+
+    def _read_matrices(self, layer: str) -> tuple[Tensor, Tensor]:
+        return self._checkpoint.read(layer + _IN), self._checkpoint.read(layer + _OUT)
+
+    def _read_magnitude(self, layer: str, adapter: Adapter) -> Tensor | None:
+        return None if adapter.magnitude_change is None else self._checkpoint.read(layer + _MAGNITUDE)
 
     def write(self, output: Path, entries: list[Entry]) -> None:
         """Write the adapters as a directory that peft reads; see write_adapter()."""
@@ -71,11 +77,15 @@ class AdaptedCheckpoint:
             layer = entry.key.removesuffix(".weight")
             if layer == entry.key or (adapter := self._adapters.get(layer)) is None:
                 continue
-            a, b = self._checkpoint.read(layer + _IN), self._checkpoint.read(layer + _OUT)
+            a, b = self._read_matrices(layer)
             for module, number, rows in _split_rows(entry, adapter, b):
                 names.add(module.rpartition(".")[2])
                 tensors[f"{_PREFIX}{module}.lora_A.weight"] = a.split(adapter.rank)[number]
                 tensors[f"{_PREFIX}{module}.lora_B.weight"] = rows
+            if (change := self._read_magnitude(layer, adapter)) is not None:
+                lengths = (adapter.measure_rows(self._checkpoint.read(entry.key)) + change).to(change.dtype)
+                for module, _, rows in _split_rows(entry, adapter, lengths.unsqueeze(1)):
+                    tensors[f"{_PREFIX}{module}.lora_magnitude_vector"] = rows.squeeze(1)
         tensors = {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}
         shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
         content = json.dumps(_describe(self._config, names), indent=2, sort_keys=True) + "\n"
@@ -87,9 +97,18 @@ class AdaptedCheckpoint:
 class AdapterDirectory:
     """A directory that peft has saved, whose adapters a run is to start from; see `ForeignAdapters`."""
 
-    def __init__(self, directory: Path, config: RunConfig, entries: list[Entry], vocab_size: int) -> None:
-        """config: of the run. entries: of its model without adapters. Raises CheckpointError for missing, damaged and
-        surplus tensors, ConfigError where the run's settings are others."""
+    def __init__(
+        self,
+        directory: Path,
+        config: RunConfig,
+        entries: list[Entry],
+        vocab_size: int,
+        read_weight: Callable[[Entry], Tensor],
+    ) -> None:
+        """config: of the run. entries: of its model without adapters. read_weight: gives a weight that it has begun
+        with. Raises CheckpointError for missing, damaged and surplus tensors, ConfigError where the run's settings are
+        others."""
+        self._read_weight = read_weight
         if problem := explain_no_directory(directory):
             raise CheckpointError(f"--load-adapter {directory} {problem}; give a directory that peft has saved")
         _compare_settings(directory / ADAPTER_CONFIG, config.model)
@@ -105,6 +124,8 @@ class AdapterDirectory:
                 for module, _, rows in _split_rows(entry, adapter, b):
                     expected[f"{_PREFIX}{module}.lora_A.weight"] = (adapter.rank, adapter.linear_in.weight.shape[1])
                     expected[f"{_PREFIX}{module}.lora_B.weight"] = tuple(rows.shape)
+                    if adapter.magnitude_change is not None:
+                        expected[f"{_PREFIX}{module}.lora_magnitude_vector"] = (rows.shape[0],)
         found = {name: tuple(tensor.shape) for name, tensor in self._tensors.contents.items()}
         for name in sorted(expected.keys() | found.keys()):
             if expected.get(name) != found.get(name):
@@ -118,7 +139,7 @@ class AdapterDirectory:
         """Fill the tensors that belong to adapters. Raises CheckpointError."""
         for tensor in tensors.values():
             name = tensor.fallback_key or tensor.key
-            if not name.endswith((_IN, _OUT)):
+            if not name.endswith((_IN, _OUT, _MAGNITUDE)):
                 continue
             full = self._make(*name.split(".adapter."))
             for index, block in enumerate(tensor.blocks):
@@ -131,15 +152,23 @@ class AdapterDirectory:
         if matrix == "linear_in.weight":
             names = [f"{_PREFIX}{modules[number]}.lora_A.weight" for number in range(len(adapter.chosen))]
             return torch.cat([self._tensors.read(name) for name in names])
+        is_magnitude = matrix == "magnitude_change"
+        if is_magnitude:
+            b = adapter.measure_rows(self._read_weight(entry)).unsqueeze(1)
         parts = []
         for projection, rows in zip(adapter.projections, split(entry.row, entry.config, b), strict=True):
-            if projection in adapter.chosen:
-                module = modules[adapter.chosen.index(projection)]
-                parts.append(self._tensors.read(f"{_PREFIX}{module}.lora_B.weight"))
-            else:
+            if projection not in adapter.chosen:
                 # Its rows of the joint matrix are there, and change nothing.
                 parts.append(torch.zeros(rows.shape))
-        return join(entry.row, entry.config, parts)
+                continue
+            module = f"{_PREFIX}{modules[adapter.chosen.index(projection)]}"
+            parts.append(
+                self._tensors.read(f"{module}.lora_magnitude_vector").unsqueeze(1) - rows
+                if is_magnitude
+                else self._tensors.read(f"{module}.lora_B.weight")
+            )
+        joined = join(entry.row, entry.config, parts)
+        return joined.squeeze(1) if is_magnitude else joined
 
 
 def _compare_settings(file: Path, config: TransformerConfig) -> None:
@@ -147,12 +176,13 @@ def _compare_settings(file: Path, config: TransformerConfig) -> None:
     fields, expected = read_json(file), _describe(config, set())
     remedies = {
         "r": "--lora-rank {}", "lora_alpha": "--lora-alpha {}", "use_rslora": "the --lora-type that it says",
+        "use_dora": "the --lora-type that it says",
     }  # fmt: skip
     for name in ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "bias", "modules_to_save", "rank_pattern",
                  "alpha_pattern", "fan_in_fan_out"):  # fmt: skip
         found = fields.get(name, expected[name])
         if found != expected[name] and (found or expected[name]):
-            remedy = remedies.get(name, "adapters of another form than --lora-type lora and rslora cannot be loaded")
+            remedy = remedies.get(name, "adapters of a form that --lora-type does not have cannot be loaded")
             remedy = f"give {remedy.format(found)}" if name in remedies else remedy
             raise ConfigError(f"{file}: {name} is {found!r} and {expected[name]!r} in this run; {remedy}")
 
@@ -195,7 +225,7 @@ def _describe(config: TransformerConfig, names: set[str]) -> dict[str, Any]:
         "lora_alpha": config.lora_rank if config.lora_alpha is None else config.lora_alpha,
         "lora_dropout": config.lora_dropout,
         "use_rslora": config.lora_type == "rslora",
-        "use_dora": False,
+        "use_dora": config.lora_type == "dora",
         "target_modules": sorted(names),
         "base_model_name_or_path": None,
         "bias": "none",

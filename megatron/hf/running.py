@@ -6,11 +6,12 @@ A run does not know this module: pretrain_gpt.py hands it over as `Recipe.foreig
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.paths import explain_unmakeable_directory
 from megatron.core.process_groups_config import Group
 from megatron.hf.adapters import AdapterDirectory
-from megatron.hf.checkpoints import fresh_directory
+from megatron.hf.checkpoints import OpenCheckpoint, fresh_directory
 from megatron.hf.conversion import CARRIED, Source, open_source, write_hf_directory
 from megatron.hf.entries import Entry, list_entries
 from megatron.hf.progress import ConversionProgress
@@ -61,7 +62,29 @@ class HuggingFaceFiles:
         """Look at a directory that peft has saved. Raises CheckpointError or ConfigError."""
         base = config.with_groups(model=config.model.without_adapters())
         family, _ = describe_run(base, vocab_size, self._families)
-        return AdapterDirectory(directory, config, list_entries(family, base, vocab_size), vocab_size)
+        entries = list_entries(family, base, vocab_size)
+        return AdapterDirectory(directory, config, entries, vocab_size, self._open_weights(config))
+
+    def _open_weights(self, config: RunConfig) -> Callable[[Entry], torch.Tensor]:
+        """Return a reader of the weights that a run begins with, whole, in the files that it has loaded."""
+
+        @functools.cache
+        def open_files() -> Source | OpenCheckpoint:
+            for place in (config.checkpoint.load, config.checkpoint.pretrained_checkpoint):
+                if (directory := find_hf_directory(place)) is not None:
+                    return open_source(directory, asked_by="--load", families=self._families)
+                if place is not None and find_directory(Path(place), None) is not None:
+                    return OpenCheckpoint(Path(place))
+            raise ConfigError(
+                "--load-adapter: adapters of --lora-type dora need the weights that they were trained with; give "
+                "--pretrained-checkpoint"
+            )
+
+        def read(entry: Entry) -> torch.Tensor:
+            files = open_files()
+            return files.read(entry.key) if isinstance(files, OpenCheckpoint) else entry.join(files.read)
+
+        return read
 
     def list_attachments(self, config: RunConfig) -> dict[str, Path]:
         """Name in a checkpoint -> file: config.json and generation config of the model that the run started from."""

@@ -75,14 +75,16 @@ def count_state_bytes(
     workload: Workload,
     dense: float,
     experts: float,
+    adapters: float = 0.0,
 ) -> float:
-    """Bytes of weights, gradients and optimizer state of a process with so many parameters."""
-    total = 0.0
-    for elements, of_experts in ((dense, False), (experts, True)):
+    """Bytes of weights, gradients and optimizer state of a process with so many parameters; with adapters, only these
+    are trained."""
+    total, gradient = 0.0, count_gradient_bytes(model, replicas)
+    for elements, of_experts, is_trained in (
+        (dense, False, model.lora_rank is None), (experts, True, model.lora_rank is None), (adapters, False, True),
+    ):  # fmt: skip
         total += elements * count_element_bytes(
-            replicas, optimizer, weight=count_bytes(model),
-            # Adapters themselves, some hundredths of the weights, are left out.
-            gradient=count_gradient_bytes(model, replicas) if model.lora_rank is None else 0,
+            replicas, optimizer, weight=count_bytes(model), gradient=gradient if is_trained else 0,
             copies=count_copies(model, workload.data_parallel_size, of_experts=of_experts),
             offloaded=workload.offloaded_state, outer=workload.outer_bytes,
         )  # fmt: skip

@@ -36,6 +36,7 @@ from megatron.core.plan.model_plan import Branch, LayerPlan
 from megatron.core.plan.stages import StageContent, build_pipeline_layout, build_virtual_stages
 from megatron.core.tensor_parallel.offloaded_activations import PREFETCHED_GROUPS
 from megatron.core.transformer.execution.activation_policy import divide_layers
+from megatron.planner.adapter_memory import count_adapters
 from megatron.planner.few_bits import count_head_temporaries, count_product_temporaries, count_rounded_weights
 from megatron.planner.memory import Workload, count_layers
 from megatron.planner.state_memory import count_rank_parameters, count_state_bytes, divide_parameters, list_layers
@@ -81,12 +82,15 @@ def predict_step_memory(
     for rank in range(shape.stages):
         chunks = [contents[shape.index(rank, chunk)] for chunk in range(shape.chunks)]
         dense, experts = count_rank_parameters(model, workload, chunks)
-        state = count_state_bytes(model, replicas, optimizer, workload, dense, experts)
+        adapters = count_adapters(model, chunks)
+        state = count_state_bytes(model, replicas, optimizer, workload, dense, experts, adapters)
         stages = [_describe_chunk(model, replicas, workload, content) for content in chunks]
         program = pipeline.program(rank, workload.num_microbatches)
         # Divided weights are gone after each product, and what they were rounded to with them.
         rounded = 0.0 if replicas.use_torch_fsdp2 else count_rounded_weights(model, chunks, workload)
-        found.append(StepMemory(dense + experts, state, rounded + _walk(program, stages, overlaps=pipeline.overlap)))
+        found.append(
+            StepMemory(dense + experts + adapters, state, rounded + _walk(program, stages, overlaps=pipeline.overlap))
+        )
     return found
 
 

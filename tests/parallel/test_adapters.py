@@ -32,11 +32,11 @@ RUN = f"""--micro-batch-size 2 --global-batch-size 2 --lr 1e-3 --train-iters 2 -
     --tokenizer-type NullTokenizer --vocab-size 97 --make-vocab-size-divisible-by 1 --eval-iters 0 --num-workers 0
     --lora-rank {RANK} --lora-alpha {ALPHA} --use-checkpoint-args"""
 LAYOUTS = [
-    ("llama", "tp2,sp,--recompute-granularity=full,--recompute-method=uniform,--recompute-num-layers=1"),
-    ("llama", "tp2,pp2"), ("llama", "pp2,--lora-target-modules=*.layers.3.*"),
-    ("gpt2", "cp2"), ("gpt2", "dp2,fsdp2"), ("latent", "tp2,sp,dist-opt"),
+    ("llama", "tp2,sp,--recompute-granularity=full,--recompute-method=uniform,--recompute-num-layers=1", "dora"),
+    ("llama", "tp2,pp2", "dora"), ("llama", "pp2,--lora-target-modules=*.layers.3.*", "rslora"),
+    ("gpt2", "cp2", "rslora"), ("gpt2", "dp2,fsdp2", "dora"), ("latent", "tp2,sp,dist-opt", "dora"),
 ]  # fmt: skip
-ADAPTED = f"--lora-rank {RANK} --lora-alpha {ALPHA} --lora-type rslora"
+ADAPTED = f"--lora-rank {RANK} --lora-alpha {ALPHA} --lora-type"
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +50,28 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     model = randomised(transformers.LlamaForCausalLM(config))
     model.save_pretrained(directory / "base")
-    options = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=NAMES, task_type="CAUSAL_LM")
-    randomised(peft.get_peft_model(model, options)).save_pretrained(directory / "adapters")
+    for kind in ("lora", "dora"):
+        options = peft.LoraConfig(
+            r=RANK, lora_alpha=ALPHA, target_modules=NAMES, task_type="CAUSAL_LM", use_dora=kind == "dora"
+        )
+        model = transformers.LlamaForCausalLM.from_pretrained(directory / "base", dtype=torch.float32)
+        lengths = {}
+        adapted = peft.get_peft_model(model, options)
+        for name, parameter in adapted.named_parameters():
+            if "lora_magnitude_vector" in name:
+                lengths[name] = parameter.detach().clone()
+        randomised(adapted)
+        for name, parameter in adapted.named_parameters():
+            if name in lengths:
+                # Some rows longer than the weight's, and some shorter.
+                parameter.data = lengths[name] * torch.linspace(0.7, 1.6, len(parameter))
+        adapted.save_pretrained(directory / kind)
     return directory
 
 
-def open_run(directory: Path, *flags: str) -> object:
-    named = f"--load hf:{directory}/base --load-adapter {directory}/adapters --save {directory}/run"
+def open_run(directory: Path, *flags: str, kind: str = "lora") -> object:
+    named = f"--load hf:{directory}/base --load-adapter {directory}/{kind} --save {directory}/run-{kind}"
+    named += f" --lora-type {kind}"
     words = [*RUN.split(), *named.split(), "--lora-target-modules", *NAMES, *flags]
     config = read_run_config(words, {})
     recipe = dataclasses.replace(build_gpt_recipe(config), foreign_files=HuggingFaceFiles())
@@ -69,18 +84,19 @@ def read_gradients(run: Run) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.flags("--lora-rank", "--lora-alpha", "--lora-target-modules", "--load-adapter")
-def test_losses_gradients_and_files_are_those_of_peft(made: Path) -> None:
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_losses_gradients_and_files_are_those_of_peft(made: Path, kind: str) -> None:
     import peft
     import transformers
     from safetensors.torch import load_file
 
     theirs = transformers.LlamaForCausalLM.from_pretrained(made / "base", dtype=torch.float32)
-    theirs = peft.PeftModel.from_pretrained(theirs, made / "adapters", is_trainable=True)
+    theirs = peft.PeftModel.from_pretrained(theirs, made / kind, is_trainable=True)
     tokens = torch.randint(97, (2, 17), generator=torch.Generator().manual_seed(3))
     logits = theirs(tokens[:, :-1]).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     expected.backward()
-    with open_run(made) as run:
+    with open_run(made, kind=kind) as run:
         positions = torch.arange(16).expand(2, 16)
         loss = run.model[0].module(tokens[:, :-1], positions, None, labels=tokens[:, 1:]).mean()
         loss.backward()
@@ -99,24 +115,36 @@ def test_losses_gradients_and_files_are_those_of_peft(made: Path) -> None:
             "mlp.gate_proj.lora_B": found[f"{ours}.mlp.linear_fc1.adapter.linear_out.weight"][:40],
             "mlp.down_proj.lora_A": found[f"{ours}.mlp.linear_fc2.adapter.linear_in.weight"],
         }  # fmt: skip
+        if kind == "dora":
+            fc1 = found[f"{ours}.mlp.linear_fc1.adapter.magnitude_change"]
+            query = found[f"{ours}.self_attention.linear_qkv.adapter.magnitude_change"].unflatten(0, (3, 4, 12))
+            pairs |= {
+                "mlp.gate_proj.lora_magnitude_vector": fc1[:40],
+                "self_attn.q_proj.lora_magnitude_vector": query[:, :2].flatten(),
+                "mlp.down_proj.lora_magnitude_vector": found[f"{ours}.mlp.linear_fc2.adapter.magnitude_change"],
+            }
+            assert not fc1[40:].any() and not query[:, 2].any()
         for name, ours_of_it in pairs.items():
             theirs_of_it = grads[f"{module}.{name}.weight"]
             torch.testing.assert_close(ours_of_it, theirs_of_it, rtol=1e-5, atol=1e-5 * float(theirs_of_it.abs().max()))
         # Of projections without an adapter.
         assert not rows[:, 2].any() and not found[f"{ours}.mlp.linear_fc1.adapter.linear_out.weight"][40:].any()
-    assert len(found) == 2 * 2 * 4
+    assert len(found) == 2 * (2 + (kind == "dora")) * 4
 
     # Written again they are peft's, bit for bit, and merged they compute the same.
     for name, words in (("again", ["--adapter"]), ("merged", [])):
-        places = ["--input-path", f"{made}/run", "--output-path", f"{made}/{name}"]
+        places = ["--input-path", f"{made}/run-{kind}", "--output-path", f"{made}/{name}-{kind}"]
         convert(parse_arguments(["--source", "megatron", "--target", "hf", *places, *words]))
-    written, given = (load_file(made / name / "adapter_model.safetensors") for name in ("again", "adapters"))
+    written, given = (load_file(made / name / "adapter_model.safetensors") for name in (f"again-{kind}", kind))
     assert written.keys() == given.keys() and all(torch.equal(written[name], given[name]) for name in given)
-    described, said = (json.loads((made / name / "adapter_config.json").read_text()) for name in ("again", "adapters"))
-    assert all(described[name] == said[name] for name in ("r", "lora_alpha", "peft_type", "task_type", "use_rslora"))
+    described, said = (
+        json.loads((made / name / "adapter_config.json").read_text()) for name in (f"again-{kind}", kind)
+    )
+    fields = ("r", "lora_alpha", "peft_type", "task_type", "use_rslora", "use_dora")
+    assert all(described[name] == said[name] for name in fields)
     assert set(described["target_modules"]) == set(said["target_modules"])
     # In float64, so that only the rounding of the merged weights is seen.
-    merged = transformers.LlamaForCausalLM.from_pretrained(made / "merged", dtype=torch.float64)
+    merged = transformers.LlamaForCausalLM.from_pretrained(made / f"merged-{kind}", dtype=torch.float64)
     with torch.no_grad():
         exact = theirs.double()(tokens[:, :-1]).logits
         torch.testing.assert_close(merged(tokens[:, :-1]).logits, exact, rtol=0, atol=1e-6 * float(exact.abs().max()))
@@ -126,6 +154,7 @@ def test_adapters_of_another_kind_are_refused(made: Path) -> None:
     for flags, error, said in (
         (["--lora-rank", "4"], ConfigError, "r is 3 and 4 in this run; give --lora-rank 3"),
         (["--lora-type", "rslora"], ConfigError, "use_rslora is False"),
+        (["--lora-type", "dora"], ConfigError, "use_dora is False and True in this run; give the --lora-type"),
         (["--lora-exclude", "o_proj"], CheckpointError, "o_proj.lora_A.weight is .* missing in this model"),
         (["--load-adapter", f"{made}/none"], CheckpointError, "--load-adapter .*/none does not exist"),
     ):
@@ -142,11 +171,11 @@ def test_dropout_and_layers_without_adapters(made: Path) -> None:
             model = run.model[0].module.train(training_)
             losses.append(model(tokens, positions, None, labels=tokens).mean().item())
     assert losses[0] != losses[1] and losses[2] == losses[3] not in losses[:2]
-    config, recipe = training(f"{STYLES['llama']} {ADAPTED} --lora-exclude down_proj *.layers.0.*", "1")
+    config, recipe = training(f"{STYLES['llama']} {ADAPTED} rslora --lora-exclude down_proj *.layers.0.*", "1")
     with open_local_run(config, recipe, 0) as run:
         names = read_gradients(run)
     with pytest.raises(ConfigError, match="no parameter of the model is trained"):
-        config, recipe = training(f"{STYLES['llama']} {ADAPTED} --lora-target-modules *.layers.9.*", "1")
+        config, recipe = training(f"{STYLES['llama']} {ADAPTED} rslora --lora-target-modules *.layers.9.*", "1")
         with open_local_run(config, recipe, 0):
             pass
     layers = {name.partition(".adapter.")[0] for name in names}
@@ -156,22 +185,22 @@ def test_dropout_and_layers_without_adapters(made: Path) -> None:
     }  # fmt: skip
 
 
-def share(style: str, text: str) -> RankTrace:
-    config, recipe = training(f"{(STYLES | OPTIONS)[style]} {ADAPTED}", text)
+def share(style: str, text: str, kind: str) -> RankTrace:
+    config, recipe = training(f"{(STYLES | OPTIONS)[style]} {ADAPTED} {kind}", text)
     return trace_rank(config, recipe, rank=own_rank(config), iterations=4)
 
 
 @functools.cache
-def reference(style: str, flags: str) -> Trace:
-    return join([share(style, flags or "1")])
+def reference(style: str, flags: str, kind: str) -> Trace:
+    return join([share(style, flags or "1", kind)])
 
 
 @pytest.mark.flags("--lora-type")
-@pytest.mark.parametrize(("style", "layout"), LAYOUTS)
-def test_layout_is_the_same_run(style: str, layout: str) -> None:
-    trace = join(run_distributed(share, parse_layout(layout).world_size, style, layout, timeout=240.0))
+@pytest.mark.parametrize(("style", "layout", "kind"), LAYOUTS)
+def test_layout_is_the_same_run(style: str, layout: str, kind: str) -> None:
+    trace = join(run_distributed(share, parse_layout(layout).world_size, style, layout, kind, timeout=240.0))
     named = next((term for term in layout.split(",") if term.startswith("--lora")), "")
-    assert compare(reference(style, named), trace) == []
+    assert compare(reference(style, named, kind), trace) == []
     # The base is frozen; each B learns in the first step, and A from the second one on.
     assert trace.grads and all(".adapter." in name for name in trace.grads)
     assert all(grad.any() for name, grad in trace.grads.items() if "linear_out" in name)

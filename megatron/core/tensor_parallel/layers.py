@@ -113,9 +113,10 @@ class ColumnParallelLinear(nn.Module):
         """[s, b, input_size], with SP [s/tp, b, input_size] -> [s, b, output_size / tp], or all of output_size."""
         weight = self.weight if weight is None else weight
         assert weight is not None, "this layer was built without a weight; hand one over with each call"
-        output = self.plan.multiply(self.product, input_, weight, None if self.skip_bias_add else self.bias)
+        added_bias = None if self.skip_bias_add else self.bias
+        output = self.plan.multiply(self.product, input_, weight, added_bias)
         if self.adapter is not None:
-            output = self.adapter(input_, output)
+            output = self.adapter(input_, output, weight, added_bias)
         if self.gather_output:
             output = gather_from_tensor_model_parallel_region(output, self.tp_group)
         return output, self.bias if self.skip_bias_add else None
@@ -161,7 +162,7 @@ class ReplicatedLinear(nn.Module):
     def forward(self, input_: Tensor) -> LayerOutput:
         """[s, b, input_size] -> [s, b, output_size], with SP of this rank's tokens; a bias has been added."""
         output = multiply(self.product, input_, self.weight, self.bias)
-        return output if self.adapter is None else self.adapter(input_, output), None
+        return output if self.adapter is None else self.adapter(input_, output, self.weight, self.bias), None
 
     def extra_repr(self) -> str:
         """Sizes, for print(model)."""
@@ -221,7 +222,7 @@ class RowParallelLinear(nn.Module):
         inner_bias = self.bias if self.tp_group.size() == 1 and not self.skip_bias_add else None
         output = self.plan.multiply(self.product, input_, self.weight, inner_bias)
         if self.adapter is not None:
-            output = self.adapter(input_, output)
+            output = self.adapter(input_, output, self.weight, inner_bias)
         if self.skip_bias_add:
             return output, self.bias
         return (output if self.bias is None or inner_bias is not None else output + self.bias), None

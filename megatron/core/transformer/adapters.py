@@ -10,7 +10,11 @@ that row of W, in the order in which W has them. So B is cut over tensor-paralle
     row         this rank's channels  cut as W                 summed over the ranks          whole on each rank
     replicated  all channels          whole                    as it is                       whole
 
-Source: Hu et al., "LoRA", 2021.
+With --lora-type dora the rows of the sum also get other lengths: g (W + s B A) with g = (|W| + d) / |W + s B A|, where
+| | is the length of a row, for the gradient a constant, and d [out], `magnitude_change`, is trained and begins at zero.
+Lengths themselves would have to be measured when W is loaded; and their changes lose nothing in 16 bits.
+
+Sources: Hu et al., "LoRA", 2021; Liu et al., "DoRA", 2024, sections 4.1 and 4.3.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.collectives import all_reduce
 from megatron.core.placement import get_placement
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
@@ -80,32 +85,34 @@ class Adapter(nn.Module):
         def draw(tensor: Tensor, generator: torch.Generator) -> None:
             tensor.uniform_(-bound, bound, generator=generator)
 
-        dtype = parameter_dtype(config)
+        # Beside the weight, which may have no memory yet.
+        common: dict[str, Any] = {
+            "kind": "adapter", "dtype": parameter_dtype(config), "device": layer.weight.device
+        }  # fmt: skip
+        of_outputs = {
+            **common,
+            "splits": placement.splits if self.is_column else (),
+            "partial_grad_axes": () if self.is_column else partial,
+            "parallel_dim": 0 if self.is_column else None,
+        }
         self.linear_in = _Weight(
             declare_parameter(
                 (len(chosen) * self.rank, in_size),
-                kind="adapter",
+                **common,
                 init=draw,
-                dtype=dtype,
                 splits=placement.splits if self.is_row else (),
                 partial_grad_axes=() if self.is_row else partial,
                 parallel_dim=1 if self.is_row else None,
             )
         )
-        self.linear_out = _Weight(
-            declare_parameter(
-                (out_size, self.rank),
-                kind="adapter",
-                dtype=dtype,
-                splits=placement.splits if self.is_column else (),
-                partial_grad_axes=() if self.is_column else partial,
-                parallel_dim=0 if self.is_column else None,
-            )
-        )
+        self.linear_out = _Weight(declare_parameter((out_size, self.rank), **of_outputs))
+        self.magnitude_change: nn.Parameter | None = None
+        if config.lora_type == "dora":
+            self.magnitude_change = declare_parameter((out_size,), **of_outputs)
         self._owners: Tensor | None = None
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """y + s (x A^T) B^T; x as the layer gets it, y [..., out on this rank] as it leaves."""
+    def forward(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """y + s (x A^T) B^T; x as the layer gets it, y [..., out on this rank] as it leaves, with `bias` added."""
         low = F.linear(self._drop(x), self.linear_in.weight)
         if self.is_column:
             enter = gather_from_sequence_parallel_region if self.splits_tokens else copy_to_tensor_model_parallel_region
@@ -117,7 +124,36 @@ class Adapter(nn.Module):
                 else reduce_from_tensor_model_parallel_region
             )
             low = leave(low, group=self.group)
-        return y + F.linear(low, self._spread(self.linear_out.weight)) * self.scale
+        change = F.linear(low, self._spread(self.linear_out.weight)) * self.scale
+        if self.magnitude_change is None:
+            return y + change
+        factor = self._compute_factor(weight)
+        plain = y if bias is None else y - bias
+        # In this form nothing is rounded as long as nothing is learned.
+        return y + ((factor - 1) * plain + factor * change).to(y.dtype)
+
+    def _compute_factor(self, weight: Tensor) -> Tensor:
+        """g: [out on this rank] in float32 or wider."""
+        assert self.magnitude_change is not None
+        with torch.no_grad():
+            change = self.compute_change(self.linear_in.weight, self.linear_out.weight)
+        return self.stretch(self.magnitude_change, self.measure_rows(weight), self.measure_rows(weight + change))
+
+    def stretch(self, magnitude_change: Tensor, before: Tensor, after: Tensor) -> Tensor:
+        """Return g of rows with these lengths: [out], 1 for rows of projections without an adapter."""
+        # A row of zeros has no direction.
+        factor = (before + magnitude_change) / torch.where(after > 0, after, 1)
+        if (owners := self._find_owners(factor.device)) is not None:
+            factor = torch.where(owners.any(dim=1), factor, 1)
+        return factor
+
+    @torch.no_grad()
+    def measure_rows(self, weight: Tensor) -> Tensor:
+        """Return the lengths of the rows of the whole weight, [out on this rank] in float32 or wider."""
+        squares = weight.to(torch.promote_types(weight.dtype, torch.float32)).square().sum(dim=1)
+        if self.is_row and self.group is not None:
+            all_reduce(squares, self.group)
+        return squares.sqrt()
 
     def _drop(self, x: Tensor) -> Tensor:
         if not (self.training and self.dropout):
@@ -134,19 +170,35 @@ class Adapter(nn.Module):
 
     def _spread(self, weight: Tensor) -> Tensor:
         """B with zeros where a row meets other projections' As: [out, projections * rank]."""
+        owners = self._find_owners(weight.device)
+        return weight if owners is None else (weight.unsqueeze(1) * owners.unsqueeze(2)).flatten(1)
+
+    def _find_owners(self, device: torch.device) -> Tensor | None:
+        """Return which projection each row belongs to, [out, projections]; None where there is only one."""
         if len(self.chosen) == 1 and all(name == self.chosen[0] for name, _ in self.rows):
-            return weight
-        if self._owners is None or self._owners.device != weight.device:
+            return None
+        if self._owners is None or self._owners.device != device:
             owners = [
                 [name == projection for projection in self.chosen] for name, count in self.rows for _ in range(count)
             ]
-            self._owners = torch.tensor(owners, device=weight.device)
-        return (weight.unsqueeze(1) * self._owners.unsqueeze(2)).flatten(1)
+            self._owners = torch.tensor(owners, device=device)
+        return self._owners
 
     def compute_change(self, a: Tensor, b: Tensor) -> Tensor:
         """s B A, what they add to W: [out, in] in float32 or wider. a, b: as linear_in and linear_out hold them."""
         wide = torch.promote_types(a.dtype, torch.float32)
         return self._spread(b).to(wide) @ a.to(wide) * self.scale
+
+    def merge(self, weight: Tensor, a: Tensor, b: Tensor, magnitude_change: Tensor | None) -> Tensor:
+        """Return the weight [out, in] with the adapters in it, in its format: rounded once. a, b, magnitude_change: as
+        the parameters hold them."""
+        change = self.compute_change(a, b)
+        merged = weight.to(change.dtype) + change
+        if magnitude_change is not None:
+            factor = self.stretch(magnitude_change, self.measure_rows(weight), self.measure_rows(merged))
+            merged = merged * factor.unsqueeze(1)
+        # A small change would be lost in a sum of 16 bits.
+        return merged.to(weight.dtype)
 
     def extra_repr(self) -> str:
         """Projections and rank, for print(model)."""
@@ -188,4 +240,7 @@ def get_merged_weight(layer: Any) -> Tensor:
     weight, adapter = layer.weight, getattr(layer, "adapter", None)
     if adapter is None:
         return weight
-    return weight + adapter.compute_change(adapter.linear_in.weight, adapter.linear_out.weight).to(weight.dtype)
+    merged: Tensor = adapter.merge(
+        weight, adapter.linear_in.weight, adapter.linear_out.weight, adapter.magnitude_change
+    )
+    return merged

@@ -16,12 +16,15 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.placement import get_placement
 from megatron.core.plan.stages import build_pipeline_layout, build_virtual_stages
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.planner.adapter_memory import count_adapters
 from megatron.planner.memory import count_parameters
 from megatron.planner.parameters import count_on_rank, count_whole
+from megatron.planner.state_memory import count_state_bytes
 from megatron.training.config.container import RunConfig
 from megatron.training.flags.read import read_run_config
 from megatron.training.launch.initialize import build_rank_grid
-from megatron.training.recipes.gpt import build_gpt_model, build_gpt_recipe
+from megatron.training.recipes.gpt import build_gpt_model, build_gpt_recipe, describe_gpt_workload
+from tests.parallel.small_training import COMMON, EXPERTS, OPTIONS, STYLES
 from tests.support.gpt_models import build_model
 from tests.support.run_flags import run_config
 from tests.trial.random_layouts import draw_case
@@ -161,3 +164,33 @@ def test_active_parameters_are_the_share_that_the_router_chooses() -> None:
     assert set(counts.of_experts) == {"matrix", "vector"}
     in_experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
     assert counts.count_active(2, 8) == counts.total - in_experts * 3 // 4
+
+
+@pytest.mark.parametrize(
+    ("style", "further"),
+    [
+        ("llama", "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --lora-type dora"),
+        ("llama", "--tensor-model-parallel-size 4 --lora-target-modules v_proj gate_proj *.layers.1.*.linear_proj"),
+        ("latent", "--tensor-model-parallel-size 2 --sequence-parallel --lora-exclude linear_kv_up_proj"),
+        ("moe", "--lora-exclude *.experts.* --lora-type rslora"),
+    ],
+)
+def test_adapters_are_counted_as_a_rank_has_them(style: str, further: str) -> None:
+    flags = f"{COMMON} {(STYLES | OPTIONS | EXPERTS)[style]} --lora-rank 3 {further}".split()
+    processes = math.prod(int(flags[i + 1]) for i, word in enumerate(flags) if word in AXES)
+    config = read_run_config(flags, {"WORLD_SIZE": str(processes)})
+    config.model.init_model_with_meta_device = True
+    contents = build_pipeline_layout(config.model, build_virtual_stages(config.model))
+    for rank in range(0, processes, config.model.tensor_model_parallel_size):
+        stage = rank // config.model.tensor_model_parallel_size
+        built = build_stage(config, 128, rank)
+        trained = sum(parameter.numel() for parameter in built.parameters() if parameter.requires_grad)
+        assert count_adapters(config.model, [contents[stage]]) == trained > 0
+
+
+def test_adapters_alone_have_gradients_and_state() -> None:
+    config = read_run_config(f"{COMMON} {STYLES['llama']} --lora-rank 3 --bf16".split(), {})
+    work = describe_gpt_workload(config, 128)
+    # A weight of 2 bytes; of an adapter also a gradient and a main weight in float32, and two moments.
+    counted = count_state_bytes(config.model, config.ddp, config.optimizer, work, 1000.0, 0.0, 10.0)
+    assert counted == 1000 * 2 + 10 * (2 + 4 + 4 + 4 + 4)

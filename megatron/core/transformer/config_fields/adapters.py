@@ -45,8 +45,9 @@ class AdapterFields(MoEFields):
     and values one each."""
     lora_alpha: float | None = flag(None, minimum=0, maximum=1e6, kind="function", needs=_LORA)
     """Numerator of the scale s = alpha / rank of adapters, the rank itself when not given."""
-    lora_type: str = flag("lora", choices=("lora", "rslora"), kind="function", needs=_LORA)
-    """lora: the scale of adapters is alpha / rank; rslora: alpha / sqrt(rank) (Kalajdzievski, 2023)."""
+    lora_type: str = flag("lora", choices=("lora", "rslora", "dora"), kind="function", needs=_LORA)
+    """lora: the scale of adapters is alpha / rank; rslora: alpha / sqrt(rank) (Kalajdzievski, 2023). dora: the lengths
+    of the weight's rows are trained as well, apart from their directions (Liu et al., 2024)."""
     lora_dropout: float = flag(0.0, minimum=0, maximum=0.99, kind="numerics", needs=_LORA)
     """Fraction of an adapter's input channels that is dropped in training; the layer itself sees all of them."""
     lora_target_modules: list[str] | None = flag(None, nargs="+", metavar="NAME", kind="shape", needs=_LORA)
