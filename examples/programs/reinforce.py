@@ -36,12 +36,15 @@ from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.post_training.log_probs import compute_log_probs  # noqa: E402
+from megatron.core.post_training.policy_loss import PolicyLoss, PolicyTokens  # noqa: E402
+from megatron.core.post_training.segments import Answers, find_answers  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 VOCABULARY, PROMPT, ANSWER = 32, 2, 8
 PROMPTS, SAMPLES, MICROBATCHES = 8, 8, 4
-CLIP = 0.2
+LOSS = PolicyLoss(clip_low=0.2, clip_high=0.2)
 
 
 class Packed(NamedTuple):
@@ -51,8 +54,8 @@ class Packed(NamedTuple):
     """[1, t] int64."""
     bounds: Tensor
     """[texts + 1] int32."""
-    answered: Tensor
-    """[t] bool, whether the next token is of an answer, and its log-probability counts."""
+    answers: Answers
+    """Which tokens' log-probabilities are asked for, and which of them count."""
     advantages: Tensor
     """[t] float32, that of each token's text."""
     old: Tensor
@@ -65,7 +68,7 @@ def judge(tokens: list[int]) -> float:
 
 
 def build_model(seed: int) -> DistributedDataParallel:
-    """A GPT of two layers, whose logits are whole on every rank."""
+    """A GPT of two layers, whose vocabulary tensor-parallel ranks share."""
     config = TransformerConfig(
         num_layers=2, hidden_size=48, num_attention_heads=4, normalization="RMSNorm", gated_linear_unit=True,
         activation_func="silu", add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
@@ -74,7 +77,7 @@ def build_model(seed: int) -> DistributedDataParallel:
     model_parallel_cuda_manual_seed(seed)
     model = GPTModel(
         config, get_gpt_layer_local_spec(normalization="RMSNorm"), vocab_size=VOCABULARY,
-        max_sequence_length=PROMPT + ANSWER, position_embedding_type="rope", parallel_output=False,
+        max_sequence_length=PROMPT + ANSWER, position_embedding_type="rope",
     )  # fmt: skip
     return DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
 
@@ -102,9 +105,9 @@ def pack(texts: list[list[int]]) -> list[Packed]:
         lengths = torch.tensor([len(text) for text in own])
         bounds = torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).int()
         places = torch.cat([torch.arange(len(text)) for text in own])
-        answered = (places >= PROMPT - 1) & (places < PROMPT + ANSWER - 1)
         tokens = torch.tensor([token for text in own for token in text]).unsqueeze(0)
-        packed.append(Packed(tokens, bounds, answered, relative[rows].repeat_interleave(lengths), torch.empty(0)))
+        answers = find_answers(tokens, bounds, (places >= PROMPT).unsqueeze(0))
+        packed.append(Packed(tokens, bounds, answers, relative[rows].repeat_interleave(lengths), torch.empty(0)))
     return packed
 
 
@@ -120,14 +123,13 @@ def forward_step(batches: Iterator[Packed], model: torch.nn.Module, *, learns: b
     logits = model(batch.tokens, positions, None, packed_seq_params=documents)
 
     def find_log_probabilities(output: Tensor) -> Tensor:
-        following = batch.tokens[0].roll(-1)
-        return output[0].float().log_softmax(-1).gather(-1, following.unsqueeze(-1)).squeeze(-1)
+        targets = batch.answers.targets.unsqueeze(-1)
+        return compute_log_probs(output, targets, mpu.get_tensor_model_parallel_group())[0].flatten()
 
-    def find_loss(batch: Packed, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        ratio = (find_log_probabilities(output) - batch.old).exp()
-        worth = torch.minimum(ratio * batch.advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * batch.advantages)
-        loss = -worth[batch.answered].mean()
-        return loss, {"loss": loss.detach()}
+    def find_loss(batch: Packed, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        segments, lengths = batch.answers.segments.flatten(), batch.answers.lengths
+        tokens = PolicyTokens(find_log_probabilities(output), batch.old, batch.advantages, segments, lengths)
+        return LOSS(tokens, mpu.get_context_parallel_group())
 
     def keep(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return output.sum() * 0, {"old": find_log_probabilities(output).detach()}

@@ -138,6 +138,7 @@ def leave_job() -> None:
     aborts the process when it lets go.
     """
     destroy_model_parallel()
+    _make_single_group.cache_clear()
     if dist.is_initialized():
         # The first process may leave only when nobody needs it to answer any more.
         dist.barrier()

@@ -20,12 +20,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
-
-from megatron.core.collectives import all_reduce
-from megatron.core.process_groups_config import Group
 
 
 @dataclass(frozen=True)
@@ -60,19 +56,3 @@ class PreferenceLoss:
             ahead = chosen - rejected - self.margin
             loss = -(1 - self.label_smoothing) * logsigmoid(ahead) - self.label_smoothing * logsigmoid(-ahead)
         return PairLosses(loss, chosen, rejected)
-
-
-def sum_segments(values: Tensor, segments: Tensor, count: int, sequence: Group) -> Tensor:
-    """Sums of the values of each segment, [count], over the ranks that share the sequences.
-
-    values: this rank's, in any shape. segments: int64 in the same shape, the segment of each value, below 0 for none.
-    sequence: the context-parallel ranks. The gradient of a sum reaches this rank's values only.
-    """
-    # Not index_add: on a GPU the order of its additions, and with it the last bits, differ from run to run.
-    rows = torch.arange(count, device=values.device).unsqueeze(1)
-    own = torch.where(segments.reshape(1, -1) == rows, values.reshape(1, -1), 0).sum(1)
-    if sequence.size() == 1:
-        return own
-    total = own.detach().clone()
-    all_reduce(total, sequence)
-    return own + (total - own.detach())

@@ -23,10 +23,13 @@ def forward_step(
     return output, functools.partial(loss_func, batch["loss_mask"])
 
 
-def compute_token_losses(batch: dict[str, Tensor], model: DistributedDataParallel) -> tuple[Tensor, dict[str, Tensor]]:
+def compute_token_losses(
+    batch: dict[str, Tensor], model: DistributedDataParallel, *, returns_logits: bool = False
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The model's output on this rank's tokens of a microbatch, and these tokens' part of the batch.
 
     The output is each token's loss, [b, s] in float32, from the last stage on; packed samples are one of [1, b * s].
+    returns_logits: logits [b, s, v / tp] in the place of losses.
     """
     packed_seq_params, cp_group = None, model.groups.cp
     if "cu_seqlens" in batch:
@@ -44,7 +47,7 @@ def compute_token_losses(batch: dict[str, Tensor], model: DistributedDataParalle
         batch["tokens"],
         batch["position_ids"],
         batch.get("attention_mask"),
-        labels=batch["labels"],
+        labels=None if returns_logits else batch["labels"],
         loss_mask=batch["loss_mask"],
         packed_seq_params=packed_seq_params,
     )

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.datasets.preference_dataset import CHOSEN
-from megatron.core.post_training.preference_loss import PreferenceLoss, sum_segments
+from megatron.core.post_training.preference_loss import PreferenceLoss
+from megatron.core.post_training.segments import sum_segments
 from megatron.core.process_groups_config import Group
 from megatron.training.config.preference import PREFERENCE_VALUES, PreferenceConfig
 from megatron.training.recipes.forward_step import LossOutput, compute_token_losses
