@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from megatron.core.transformer.adapters import Adapter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.hf.checkpoints import OpenCheckpoint, fresh_directory
 from megatron.hf.entries import Entry
-from megatron.hf.rows import join, split
+from megatron.hf.rows import is_per_expert, join, split
 from megatron.hf.settings import build_empty_model
 from megatron.hf.tensor_files import open_tensors, write_tensors
 from megatron.training.config.container import RunConfig
@@ -78,14 +78,14 @@ class AdaptedCheckpoint:
             if layer == entry.key or (adapter := self._adapters.get(layer)) is None:
                 continue
             a, b = self._read_matrices(layer)
-            for module, number, rows in _split_rows(entry, adapter, b):
+            for module, place, rows in _split_rows(entry, adapter, b):
                 names.add(module.rpartition(".")[2])
-                tensors[f"{_PREFIX}{module}.lora_A.weight"] = a.split(adapter.rank)[number]
+                tensors[f"{_PREFIX}{module}.lora_A.weight"] = place.select(a, adapter.rank)
                 tensors[f"{_PREFIX}{module}.lora_B.weight"] = rows
             if (change := self._read_magnitude(layer, adapter)) is not None:
                 lengths = (adapter.measure_rows(self._checkpoint.read(entry.key)) + change).to(change.dtype)
-                for module, _, rows in _split_rows(entry, adapter, lengths.unsqueeze(1)):
-                    tensors[f"{_PREFIX}{module}.lora_magnitude_vector"] = rows.squeeze(1)
+                for module, _, rows in _split_rows(entry, adapter, lengths.unsqueeze(-1)):
+                    tensors[f"{_PREFIX}{module}.lora_magnitude_vector"] = rows.squeeze(-1)
         tensors = {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}
         shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
         content = json.dumps(_describe(self._config, names), indent=2, sort_keys=True) + "\n"
@@ -122,7 +122,7 @@ class AdapterDirectory:
                 self._entries[layer] = entry
                 b = torch.empty(adapter.linear_out.weight.shape, device="meta")
                 for module, _, rows in _split_rows(entry, adapter, b):
-                    expected[f"{_PREFIX}{module}.lora_A.weight"] = (adapter.rank, adapter.linear_in.weight.shape[1])
+                    expected[f"{_PREFIX}{module}.lora_A.weight"] = (adapter.rank, adapter.linear_in.weight.shape[-1])
                     expected[f"{_PREFIX}{module}.lora_B.weight"] = tuple(rows.shape)
                     if adapter.magnitude_change is not None:
                         expected[f"{_PREFIX}{module}.lora_magnitude_vector"] = (rows.shape[0],)
@@ -148,27 +148,33 @@ class AdapterDirectory:
     def _make(self, layer: str, matrix: str) -> Tensor:
         entry, adapter = self._entries[layer], self._adapters[layer]
         b = torch.empty(adapter.linear_out.weight.shape, device="meta")
-        modules = {number: module for module, number, _ in _split_rows(entry, adapter, b)}
         if matrix == "linear_in.weight":
-            names = [f"{_PREFIX}{modules[number]}.lora_A.weight" for number in range(len(adapter.chosen))]
-            return torch.cat([self._tensors.read(name) for name in names])
+            read = {
+                place: self._tensors.read(f"{_PREFIX}{module}.lora_A.weight")
+                for module, place, _ in _split_rows(entry, adapter, b)
+            }
+            ours = torch.empty(adapter.linear_in.weight.shape, dtype=next(iter(read.values())).dtype, device="cpu")
+            for place, a in read.items():
+                place.select(ours, adapter.rank).copy_(a)
+            return ours
         is_magnitude = matrix == "magnitude_change"
         if is_magnitude:
-            b = adapter.measure_rows(self._read_weight(entry)).unsqueeze(1)
-        parts = []
-        for projection, rows in zip(adapter.projections, split(entry.row, entry.config, b), strict=True):
-            if projection not in adapter.chosen:
-                # Its rows of the joint matrix are there, and change nothing.
-                parts.append(torch.zeros(rows.shape))
-                continue
-            module = f"{_PREFIX}{modules[adapter.chosen.index(projection)]}"
-            parts.append(
-                self._tensors.read(f"{module}.lora_magnitude_vector").unsqueeze(1) - rows
-                if is_magnitude
-                else self._tensors.read(f"{module}.lora_B.weight")
-            )
-        joined = join(entry.row, entry.config, parts)
-        return joined.squeeze(1) if is_magnitude else joined
+            b = adapter.measure_rows(self._read_weight(entry)).unsqueeze(-1)
+        stack = []
+        for modules, rows_of_all in _list_matrices(entry, adapter, b):
+            parts = []
+            for projection, module, rows in zip(adapter.projections, modules, rows_of_all, strict=True):
+                if projection not in adapter.chosen:
+                    # Its rows of the joint matrix are there, and change nothing.
+                    parts.append(torch.zeros(rows.shape))
+                elif is_magnitude:
+                    lengths = self._tensors.read(f"{_PREFIX}{module}.lora_magnitude_vector")
+                    parts.append(lengths.unsqueeze(-1) - rows)
+                else:
+                    parts.append(self._tensors.read(f"{_PREFIX}{module}.lora_B.weight"))
+            stack.append(join(entry.row, entry.config, parts))
+        joined = torch.stack(stack) if entry.is_by_expert else stack[0]
+        return joined.squeeze(-1) if is_magnitude else joined
 
 
 def _compare_settings(file: Path, config: TransformerConfig) -> None:
@@ -198,23 +204,38 @@ def write_adapter(checkpoint: AdaptedCheckpoint | None, entries: list[Entry], ou
     checkpoint.write(output, entries)
 
 
-def _split_rows(entry: Entry, adapter: Adapter, b: Tensor) -> Iterator[tuple[str, int, Tensor]]:
-    """Yield for each adapter of a layer: their module, the number of its A, and its B [out, rank]."""
-    modules = _list_modules(entry, adapter)
-    for module, projection, rows in zip(modules, adapter.projections, split(entry.row, entry.config, b), strict=True):
-        if projection in adapter.chosen:
-            yield module, adapter.chosen.index(projection), rows
+class _Place(NamedTuple):
+    """Place of an adapter among those of its layer."""
+
+    projection: int
+    expert: int | None
+
+    def select(self, a: Tensor, rank: int) -> Tensor:
+        """Its A [rank, in] in the layer's."""
+        return (a if self.expert is None else a[self.expert]).split(rank)[self.projection]
 
 
-def _list_modules(entry: Entry, adapter: Adapter) -> list[str]:
-    """Their module for each projection of a layer."""
-    modules = [name.removesuffix(".weight") for name in entry.names[0]]
-    if len(modules) != len(adapter.projections) or entry.row.transposed or entry.is_by_expert:
-        raise ConfigError(
-            f"peft's files: {', '.join(modules)} of this family is not one linear layer for each of "
-            f"{', '.join(adapter.projections)}, which have an adapter each; merge them with convert, without --adapter"
-        )
-    return modules
+def _split_rows(entry: Entry, adapter: Adapter, b: Tensor) -> Iterator[tuple[str, _Place, Tensor]]:
+    """Yield for each adapter of a layer: their module, its place, and its B [out, rank]."""
+    for expert, (modules, parts) in enumerate(_list_matrices(entry, adapter, b)):
+        for module, projection, rows in zip(modules, adapter.projections, parts, strict=True):
+            if projection in adapter.chosen:
+                yield module, _Place(adapter.chosen.index(projection), expert if entry.is_by_expert else None), rows
+
+
+def _list_matrices(entry: Entry, adapter: Adapter, b: Tensor) -> Iterator[tuple[list[str], list[Tensor]]]:
+    """Yield their modules for the projections of a layer, or of each of its experts, and the parts of a tensor with the
+    weight's rows."""
+    is_apart = is_per_expert(entry.row) or not entry.is_by_expert
+    for names, rows in zip(entry.names, b if entry.is_by_expert else [b], strict=is_apart):
+        modules = [name.removesuffix(".weight") for name in names]
+        if len(modules) != len(adapter.projections) or entry.row.transposed or not is_apart:
+            raise ConfigError(
+                f"peft's files: {', '.join(modules)} of this family is not one linear layer for each of "
+                f"{', '.join(adapter.projections)}, which have an adapter each; merge them with convert, without "
+                "--adapter"
+            )
+        yield modules, split(entry.row, entry.config, rows)
 
 
 def _describe(config: TransformerConfig, names: set[str]) -> dict[str, Any]:

@@ -23,13 +23,17 @@ class _Linear(NamedTuple):
     inputs: float
     outputs: Mapping[str, float]
     """Projection -> its rows of the weight."""
+    stack: float = 1
+    """Matrices of this shape: experts of the process."""
 
 
-def count_adapters(model: TransformerConfig, chunks: Sequence[StageContent]) -> float:
-    """Elements that a process with these chunks trains instead of weights; 0 without --lora-rank."""
+def count_adapters(model: TransformerConfig, chunks: Sequence[StageContent]) -> tuple[float, float]:
+    """Elements that a process with these chunks trains instead of weights, outside of experts and of experts; 0 without
+    --lora-rank."""
+    elements = [0.0, 0.0]
     if model.lora_rank is None:
-        return 0.0
-    plan, elements = read_plan(model), 0.0
+        return 0.0, 0.0
+    plan = read_plan(model)
     for content in chunks:
         layers = plan.decoder[content.layers.start : content.layers.stop]
         layers += plan.prediction if content.has_prediction else ()
@@ -38,9 +42,10 @@ def count_adapters(model: TransformerConfig, chunks: Sequence[StageContent]) -> 
                 chosen = model.list_adapted(f"{name}.{linear.path}", tuple(linear.outputs))
                 if chosen:
                     rows = sum(linear.outputs.values())
-                    elements += model.lora_rank * (len(chosen) * linear.inputs + rows)
-                    elements += rows if model.lora_type == "dora" else 0
-    return elements
+                    count = model.lora_rank * (len(chosen) * linear.inputs + rows)
+                    count += rows if model.lora_type == "dora" else 0
+                    elements[linear.stack != 1] += count * linear.stack
+    return elements[0], elements[1]
 
 
 def _list_linears(model: TransformerConfig, branch: Branch) -> Iterator[_Linear]:
@@ -65,11 +70,17 @@ def _list_linears(model: TransformerConfig, branch: Branch) -> Iterator[_Linear]
         yield _Linear("self_attention.linear_proj", heads * model.value_width / ranks, {"o_proj": hidden})
     if branch.kind in ("mlp", "parallel"):
         yield from _list_mlp(model, "mlp", (branch.options.ffn_hidden_size or model.ffn_hidden_size or 0) / ranks)
-    elif branch.kind == "experts" and model.moe_shared_expert_intermediate_size:
-        yield from _list_mlp(model, "mlp.shared_experts", model.moe_shared_expert_intermediate_size / ranks)
+    elif branch.kind == "experts":
+        inside = model.expert_tensor_parallel_size or ranks
+        experts = (model.num_moe_experts or 0) / model.expert_model_parallel_size
+        for linear in _list_mlp(model, "mlp.experts", (model.moe_ffn_hidden_size or 0) / inside, model.expert_channels):
+            yield linear._replace(stack=experts)
+        if model.moe_shared_expert_intermediate_size:
+            yield from _list_mlp(model, "mlp.shared_experts", model.moe_shared_expert_intermediate_size / ranks)
 
 
-def _list_mlp(model: TransformerConfig, path: str, width: float) -> Iterator[_Linear]:
+def _list_mlp(model: TransformerConfig, path: str, width: float, outer: int | None = None) -> Iterator[_Linear]:
+    outer = outer or model.hidden_size
     names = ("gate_proj", "up_proj") if model.gated_linear_unit else ("up_proj",)
-    yield _Linear(f"{path}.linear_fc1", model.hidden_size, dict.fromkeys(names, width))
-    yield _Linear(f"{path}.linear_fc2", width, {"down_proj": model.hidden_size})
+    yield _Linear(f"{path}.linear_fc1", outer, dict.fromkeys(names, width))
+    yield _Linear(f"{path}.linear_fc2", width, {"down_proj": outer})

@@ -75,13 +75,14 @@ def count_state_bytes(
     workload: Workload,
     dense: float,
     experts: float,
-    adapters: float = 0.0,
+    adapters: tuple[float, float] = (0.0, 0.0),
 ) -> float:
     """Bytes of weights, gradients and optimizer state of a process with so many parameters; with adapters, only these
-    are trained."""
+    are trained. adapters: outside of experts, and of experts."""
     total, gradient = 0.0, count_gradient_bytes(model, replicas)
     for elements, of_experts, is_trained in (
-        (dense, False, model.lora_rank is None), (experts, True, model.lora_rank is None), (adapters, False, True),
+        (dense, False, model.lora_rank is None), (experts, True, model.lora_rank is None),
+        (adapters[0], False, True), (adapters[1], True, True),
     ):  # fmt: skip
         total += elements * count_element_bytes(
             replicas, optimizer, weight=count_bytes(model), gradient=gradient if is_trained else 0,

@@ -89,7 +89,9 @@ def predict_step_memory(
         # Divided weights are gone after each product, and what they were rounded to with them.
         rounded = 0.0 if replicas.use_torch_fsdp2 else count_rounded_weights(model, chunks, workload)
         found.append(
-            StepMemory(dense + experts + adapters, state, rounded + _walk(program, stages, overlaps=pipeline.overlap))
+            StepMemory(
+                dense + experts + sum(adapters), state, rounded + _walk(program, stages, overlaps=pipeline.overlap)
+            )
         )
     return found
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from megatron.training.verify.comparison import compare
 from megatron.training.verify.parity import RankTrace, Trace, join, open_local_run, trace_rank
 from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.harness import run_distributed
-from tests.parallel.small_training import OPTIONS, STYLES, own_rank, training
+from tests.parallel.small_training import EXPERTS, OPTIONS, STYLES, own_rank, training
 from tests.support.huggingface_models import randomised
 
 RANK, ALPHA = 3, 7
@@ -35,6 +36,7 @@ LAYOUTS = [
     ("llama", "tp2,sp,--recompute-granularity=full,--recompute-method=uniform,--recompute-num-layers=1", "dora"),
     ("llama", "tp2,pp2", "dora"), ("llama", "pp2,--lora-target-modules=*.layers.3.*", "rslora"),
     ("gpt2", "cp2", "rslora"), ("gpt2", "dp2,fsdp2", "dora"), ("latent", "tp2,sp,dist-opt", "dora"),
+    ("moe", "ep2,dp2", "rslora"), ("moe", "tp2,sp,etp2", "dora"),
 ]  # fmt: skip
 ADAPTED = f"--lora-rank {RANK} --lora-alpha {ALPHA} --lora-type"
 
@@ -150,6 +152,48 @@ def test_losses_gradients_and_files_are_those_of_peft(made: Path, kind: str) -> 
         torch.testing.assert_close(merged(tokens[:, :-1]).logits, exact, rtol=0, atol=1e-6 * float(exact.abs().max()))
 
 
+def test_adapters_of_experts_are_merged_and_written_one_by_one(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=97, hidden_size=24, intermediate_size=32, moe_intermediate_size=20, num_hidden_layers=2, head_dim=8,
+        num_attention_heads=3, num_key_value_heads=1, num_experts=4, num_experts_per_tok=2, max_position_embeddings=16,
+    )  # fmt: skip
+    randomised(transformers.Qwen3MoeForCausalLM(config)).save_pretrained(tmp_path / "base")
+    tokens, positions = torch.arange(16).expand(2, 16), torch.arange(16).expand(2, 16)
+    places = f"--load hf:{tmp_path}/base --lora-type dora --lora-target-modules gate_proj down_proj"
+    words = [*RUN.split(), *places.split(), "--save", f"{tmp_path}/run"]
+
+    def open_it(*flags: str) -> AbstractContextManager[Run]:
+        run_config = read_run_config([*words, *flags], {})
+        recipe = dataclasses.replace(build_gpt_recipe(run_config), foreign_files=HuggingFaceFiles())
+        return open_local_run(run_config, recipe, 0)
+
+    with open_it() as run, torch.no_grad():
+        plain = run.model[0].module(tokens, positions, None)
+        for parameter in run.model[0].module.parameters():
+            if parameter.requires_grad:
+                parameter += 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5))
+        adapted = run.model[0].module(tokens, positions, None)
+        run.optimizer.reload_model_params()
+        save_checkpoint(run)
+    for name, further in (("adapters", ["--adapter"]), ("merged", [])):
+        there = ["--input-path", f"{tmp_path}/run", "--output-path", f"{tmp_path}/{name}"]
+        convert(parse_arguments(["--source", "megatron", "--target", "hf", *there, *further]))
+    with open_it("--load-adapter", f"{tmp_path}/adapters") as run, torch.no_grad():
+        assert torch.equal(run.model[0].module(tokens, positions, None), adapted)
+    from safetensors import safe_open
+
+    with safe_open(tmp_path / "adapters" / "adapter_model.safetensors", "pt") as file:
+        names = {name.removeprefix("base_model.model.model.layers.1.mlp.") for name in file.keys()}  # noqa: SIM118
+    assert {f"experts.{expert}.gate_proj.lora_A.weight" for expert in range(4)} < names
+    assert not any("up_proj" in name for name in names)
+    merged = transformers.Qwen3MoeForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    with torch.no_grad():
+        found = merged(tokens).logits
+    assert (found - plain).abs().max() > 0.1
+    torch.testing.assert_close(found, adapted, rtol=0, atol=1e-5 * float(adapted.abs().max()))
+
+
 def test_adapters_of_another_kind_are_refused(made: Path) -> None:
     for flags, error, said in (
         (["--lora-rank", "4"], ConfigError, "r is 3 and 4 in this run; give --lora-rank 3"),
@@ -186,7 +230,7 @@ def test_dropout_and_layers_without_adapters(made: Path) -> None:
 
 
 def share(style: str, text: str, kind: str) -> RankTrace:
-    config, recipe = training(f"{(STYLES | OPTIONS)[style]} {ADAPTED} {kind}", text)
+    config, recipe = training(f"{(STYLES | OPTIONS | EXPERTS)[style]} {ADAPTED} {kind}", text)
     return trace_rank(config, recipe, rank=own_rank(config), iterations=4)
 
 

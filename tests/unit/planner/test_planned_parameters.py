@@ -173,6 +173,7 @@ def test_active_parameters_are_the_share_that_the_router_chooses() -> None:
         ("llama", "--tensor-model-parallel-size 4 --lora-target-modules v_proj gate_proj *.layers.1.*.linear_proj"),
         ("latent", "--tensor-model-parallel-size 2 --sequence-parallel --lora-exclude linear_kv_up_proj"),
         ("moe", "--lora-exclude *.experts.* --lora-type rslora"),
+        ("picky", "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 2"),
     ],
 )
 def test_adapters_are_counted_as_a_rank_has_them(style: str, further: str) -> None:
@@ -185,12 +186,12 @@ def test_adapters_are_counted_as_a_rank_has_them(style: str, further: str) -> No
         stage = rank // config.model.tensor_model_parallel_size
         built = build_stage(config, 128, rank)
         trained = sum(parameter.numel() for parameter in built.parameters() if parameter.requires_grad)
-        assert count_adapters(config.model, [contents[stage]]) == trained > 0
+        assert sum(count_adapters(config.model, [contents[stage]])) == trained > 0
 
 
 def test_adapters_alone_have_gradients_and_state() -> None:
     config = read_run_config(f"{COMMON} {STYLES['llama']} --lora-rank 3 --bf16".split(), {})
     work = describe_gpt_workload(config, 128)
     # A weight of 2 bytes; of an adapter also a gradient and a main weight in float32, and two moments.
-    counted = count_state_bytes(config.model, config.ddp, config.optimizer, work, 1000.0, 0.0, 10.0)
+    counted = count_state_bytes(config.model, config.ddp, config.optimizer, work, 1000.0, 0.0, (10.0, 0.0))
     assert counted == 1000 * 2 + 10 * (2 + 4 + 4 + 4 + 4)

@@ -108,9 +108,3 @@ class AdapterFields(MoEFields):
                         f"{self.flag(flag_name)} {name} is no linear layer; give one of {', '.join(sorted(known))}, "
                         "or a pattern with *"
                     )
-        experts = "decoder.layers.0.mlp.experts.linear_fc1"
-        if self.num_moe_experts is not None and self.list_adapted(experts, ("gate_proj", "up_proj")):
-            yield (
-                f"{self.say('lora_rank')}: adapters of experts are not part of this system; leave them out with "
-                "--lora-exclude '*.experts.*'"
-            )

@@ -59,7 +59,8 @@ def for_each_expert(init: Initialiser) -> Initialiser:
 class ExpertLinear(nn.Module):
     """y_e = x W_e^T for the rows of each local expert; `bias` is [experts, out] or None, and is left to the caller.
 
-    splits: how the process holds the weight [experts, out, in].
+    splits: how the process holds the weight [experts, out, in]; tp_group: the processes that share an expert.
+    output_parts: (name, start, length) of the parts of this process's outputs; the whole when None.
     """
 
     def __init__(
@@ -71,9 +72,12 @@ class ExpertLinear(nn.Module):
         config: TransformerConfig,
         init_method: Initialiser,
         splits: tuple[Split, ...],
+        tp_group: Group,
         parallel_dim: int | None = None,
+        output_parts: list[tuple[str, int, int]] | None = None,
     ) -> None:
         super().__init__()
+        self.tp_group, self.output_parts = tp_group, output_parts
         dtype = parameter_dtype(config)
         shape = (num_experts, output_size, input_size)
         self.weight = declare_parameter(
@@ -91,6 +95,8 @@ class ExpertLinear(nn.Module):
         widths = (self.weight.shape[2], self.weight.shape[1])
         self._choose = functools.partial(choose_expert_product, config, widths, dtype)
         self.product = self._choose(self.weight.device)
+        self._choose_for = functools.cache(functools.partial(choose_expert_product, config, dtype=dtype))
+        self.adapter: nn.Module | None = None
         # Which kernels take such weights is known on the device that they will be on.
         self._chosen_without_device = self.product if self.weight.is_meta else None
 
@@ -104,13 +110,26 @@ class ExpertLinear(nn.Module):
             if self.product is self._chosen_without_device:
                 self.product = self._choose(weight.device)
             self._chosen_without_device = None
-        return multiply(self.product, x, weight, ends=ends)
+        output = multiply(self.product, x, weight, ends=ends)
+        if self.adapter is None:
+            return output
+
+        def multiply_rows(rows: Tensor, matrices: Tensor) -> Tensor:
+            product = self._choose_for((matrices.shape[2], matrices.shape[1]), device=matrices.device)
+            return multiply(product, rows, matrices, ends=ends)
+
+        adapted: Tensor = self.adapter(x, output, weight, multiply_rows, lambda of: _repeat(of, ends, len(x)))
+        return adapted
 
     def repeat_bias(self, ends: Tensor, rows: int) -> Tensor:
         """Repeat each expert's bias for all of its rows: -> [n, out]."""
         assert self.bias is not None
-        counts = ends.diff(prepend=ends.new_zeros(1))
-        return use_parts(self.bias).view(-1, self.rows_per_expert).repeat_interleave(counts, dim=0, output_size=rows)
+        return _repeat(use_parts(self.bias).view(-1, self.rows_per_expert), ends, rows)
+
+
+def _repeat(values: Tensor, ends: Tensor, rows: int) -> Tensor:
+    """Repeat what each expert has, [experts, k], for all of its rows: -> [rows, k]."""
+    return values.repeat_interleave(ends.diff(prepend=ends.new_zeros(1)), dim=0, output_size=rows)
 
 
 class Experts(MegatronModule):
@@ -143,7 +162,9 @@ class Experts(MegatronModule):
             config=config,
             init_method=input_initialiser(config),
             splits=(by_expert, *_inside(1, etp, parts)),
+            tp_group=etp,
             parallel_dim=1,
+            output_parts=Split(1, "etp", etp.size(), etp.rank(), parts).local_parts(2 * inner) if gated else None,
         )
         self.linear_fc2 = ExpertLinear(
             number,
@@ -152,6 +173,7 @@ class Experts(MegatronModule):
             config=config,
             init_method=output_initialiser(config),
             splits=(by_expert, *_inside(2, etp)),
+            tp_group=etp,
             parallel_dim=2,
         )
 
