@@ -163,43 +163,31 @@ def _offset(up: Tensor, offset: float) -> Tensor:
 
 def adds_bias_in_place(x: Tensor, bias: Tensor | None) -> bool:
     """Return whether a fused activation leaves x + bias in x's memory: not where it is a kernel, which reads the bias
-    each time. Who computes it again from x needs to know."""
+    each time. The caller that computes it again from x needs to know."""
     return not launching.uses_kernels(x, bias)
 
 
 class _FusedActivation(torch.autograd.Function):
-    """Plain or gated, of x + bias, times the weight of each row; by a kernel where one runs, else by torch."""
+    """Plain or gated, of x + bias, times the weight of each row."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, bias: Tensor | None, weights: Tensor | None, activation: Activation, is_gated: bool
     ) -> Tensor:
         ctx.activation, ctx.is_gated = activation, is_gated
-        ctx.is_kernel = not adds_bias_in_place(x, bias)
-        if ctx.is_kernel:
-            from megatron.core.kernels import activation as kernels
-
-            ctx.save_for_backward(x, bias, weights)
-            return kernels.activate(x, bias, weights, activation, is_gated)
         # In x's memory, which is the fresh output of a product: with the bias in it, one tensor is all that is kept.
         if bias is not None:
             x = x.detach().add_(bias)
-        ctx.save_for_backward(x, bias, weights)
+        ctx.save_for_backward(x, weights)
         return _activate_by_torch(x, weights, activation, is_gated)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, bias, weights = ctx.saved_tensors
-        if ctx.is_kernel:
-            from megatron.core.kernels import activation as kernels
-
-            grad_weights = kernels.activate_backward(grad, x, bias, weights, ctx.activation, ctx.is_gated)
-            x = x.detach()
-        else:
-            # Detached: autograd would take the overwriting of a saved tensor for a mistake.
-            x = x.detach()
-            grad, grad_weights = _weigh_gradient(grad, x, weights, ctx.activation, ctx.is_gated)
-            (_gated_backward_ if ctx.is_gated else _plain_backward_)(grad, x, ctx.activation)
+        x, weights = ctx.saved_tensors
+        # Detached: autograd would take the overwriting of a saved tensor for a mistake.
+        x = x.detach()
+        grad, grad_weights = _weigh_gradient(grad, x, weights, ctx.activation, ctx.is_gated)
+        (_gated_backward_ if ctx.is_gated else _plain_backward_)(grad, x, ctx.activation)
         if grad_weights is not None:
             grad_weights = grad_weights.to(weights.dtype)
         grad_bias = x.reshape(-1, x.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
@@ -267,9 +255,10 @@ class _WeightedSquaredReLU(torch.autograd.Function):
         return positive.mul_(2).mul_((grad * weights).to(x.dtype)), grad_weights
 
 
+@launching.by_kernel("megatron.core.kernels.activation:activate", "x", "bias")
 def _activate(x: Tensor, bias: Tensor | None, weights: Tensor | None, activation: Activation, is_gated: bool) -> Tensor:
     # In inference mode there is no backward to keep anything for.
-    if torch.is_inference_mode_enabled() and adds_bias_in_place(x, bias):
+    if torch.is_inference_mode_enabled():
         return _activate_by_torch(x if bias is None else x.add_(bias), weights, activation, is_gated)
     result: Tensor = _FusedActivation.apply(x, bias, weights, activation, is_gated)
     return result
@@ -299,7 +288,7 @@ def bias_gated_activation(
 def weighted_squared_relu(x: Tensor, weights: Tensor) -> Tensor:
     """max(x, 0)^2 times the weight of its row, in x's dtype; x [n, f], weights [n, 1]. Overwrites x as
     `bias_activation` does, and keeps neither the square nor the product."""
-    if launching.uses_kernels(x):
+    if not adds_bias_in_place(x, None):
         return bias_activation(x, None, _ACTIVATIONS["squared_relu"], weights)
     result: Tensor = _WeightedSquaredReLU.apply(x, weights)
     return result

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One table of the ways in which matrix products, norms and attention are computed, and the choice among them.
+"""One table of the ways in which the operations of a model are computed, and the choice among them.
 
 A row has the words of the log, the code, the kinds of work that it does, and what must not stand in its way: device,
 dtype, shapes, packages. The first row of an operation that does the kind and has no obstacle is taken; where several
@@ -8,9 +8,9 @@ are left and a measurement says how long they take, the fastest of them. A way t
 | operation   | kinds                                                                                             |
 |-------------|---------------------------------------------------------------------------------------------------|
 | `linear`    | a recipe of --fp8-recipe or --fp4-recipe; accumulated or autograd, for full precision             |
-| `norm`      | fused, compiled, elementary                                                                       |
 | `attention` | whole: sequences; two widths: of keys and of values; bands: documents, windows, chunks, and fewer |
 |             | queries than keys; bounds: on scores                                                              |
+| the others  | fused, compiled, elementary                                                                       |
 """
 
 from __future__ import annotations
@@ -63,6 +63,11 @@ class OperationWay:
     """Each returns why the way cannot be taken, in words; None where nothing is in its way."""
     on_trial: bool = False
     """True if it is only taken where a trial has shown that it works here, and how fast."""
+
+    @property
+    def is_fused(self) -> bool:
+        """True where it is one operation with a hand-written derivative."""
+        return self.kinds == ("fused",)
 
     def find_obstacle(self, case: Case) -> str | None:
         """Return the first obstacle; None where there is none."""
@@ -185,6 +190,30 @@ EMULATED = OperationWay(
 )
 """On every device, and what the other ways of these recipes are compared with."""
 
+
+def _forms(module: str, fused: str, plain: str, name: str, by_kernel: str | None = None) -> tuple[OperationWay, ...]:
+    """The ways of an operation that is fused by hand, by a compiler, or not at all.
+
+    fused, plain: its function in the module, by kind. name, by_kernel: of the fused form, and where it is a kernel.
+    """
+    kernel = () if by_kernel is None else (OperationWay(by_kernel, f"{module}:{fused}", ("fused",), (_needs_triton,)),)
+    return (
+        *kernel,
+        OperationWay(name, f"{module}:{fused}", ("fused",)),
+        OperationWay("compiled by torch.compile", f"{module}:{plain}", ("compiled",)),
+        OperationWay("elementary operations", f"{module}:{plain}", ("elementary",)),
+    )
+
+
+def _in_place(what: str) -> tuple[str, str]:
+    return f"fused with the {what}, in place", f"one kernel each way with the {what}, in place"
+
+
+_ONE_PASS = "fused, keeps only its input", "one kernel each way, keeps only its input"
+_MOVED = "one differentiable operation each, without atomic adds"
+_LAYER, _ACTIVATIONS = "megatron.core.transformer", "megatron.core.activations"
+_ROTARY, _LOSS = f"{_LAYER}.rotary", "megatron.core.tensor_parallel.cross_entropy"
+
 OPERATIONS: Mapping[str, tuple[OperationWay, ...]] = {
     "linear": (
         OperationWay(
@@ -216,9 +245,27 @@ OPERATIONS: Mapping[str, tuple[OperationWay, ...]] = {
             "one kernel each way, with sums of the residual stream", "megatron.core.kernels.norm:normalise", ("fused",),
             (_needs_triton, _needs_channels(WIDEST_NORM), _not_asked("fewer parameters", "it has a weight and a bias")),
         ),
-        OperationWay("one fused operation", "megatron.core.transformer.norms:rms_norm", ("fused",)),
-        OperationWay("compiled by torch.compile", "megatron.core.transformer.norms:rms_norm_reference", ("compiled",)),
-        OperationWay("elementary operations", "megatron.core.transformer.norms:rms_norm_reference", ("elementary",)),
+        *_forms(f"{_LAYER}.norms", "rms_norm", "rms_norm_reference", "one fused operation"),
+    ),
+    "activation": _forms(_ACTIVATIONS, "bias_activation", "activation_reference", *_ONE_PASS),
+    "gated activation": _forms(_ACTIVATIONS, "bias_gated_activation", "gated_activation_reference", *_ONE_PASS),
+    "rotary positions": _forms(
+        _ROTARY, "split_and_rotate", "split_and_rotate_reference", *_in_place("query-key-value split")
+    ),
+    "latent rotary positions": _forms(
+        _ROTARY, "rotate_and_join_latent_heads", "join_latent_heads", *_in_place("joining of latent heads")
+    ),
+    "residual": _forms(f"{_LAYER}.residual_branch", "bias_dropout_add", "bias_dropout_add_reference", "in place"),
+    "permutation": _forms(f"{_LAYER}.moe.permutation", "permute", "permute_reference", _MOVED),
+    "cross entropy": (
+        OperationWay(
+            "one kernel each way, from logits as they are", f"{_LOSS}:kernel_vocab_parallel_cross_entropy",
+            ("fused", "elementary"), (_needs_triton,),
+        ),
+        OperationWay("from logits as they are", f"{_LOSS}:fused_vocab_parallel_cross_entropy", ("fused",)),
+        OperationWay(
+            "gradient formed in the logits' memory", f"{_LOSS}:vocab_parallel_cross_entropy", ("elementary",)
+        ),
     ),
     "attention": (
         OperationWay("torch's operator", f"{_ATTENTION}.sdpa:SDPAttention", ("whole",)),

@@ -123,6 +123,7 @@ ENVIRONMENT_READERS = {
 }
 CHOOSES_MODULES = {
     "megatron/core/operation_table.py": "its rows say where the code of each way is",
+    "megatron/core/kernels/launching.py": "a function says which kernel stands for it",
     "megatron/core/optional_deps.py": "the one door of optional packages",
     "megatron/core/__init__.py": "its table of names says where each is defined",
     "megatron/core/lazy_names.py": "tables of names say where each is defined",

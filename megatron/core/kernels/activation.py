@@ -210,33 +210,40 @@ def _constants(activation: Form, is_gated: bool, width: int) -> dict[str, Any]:
 
 
 def activate(x: Tensor, bias: Tensor | None, weights: Tensor | None, activation: Form, is_gated: bool) -> Tensor:
-    """The activation of x [..., f], gated [..., 2 f], times each row's weight: -> [..., f] in x's format.
+    """The activation of x [..., f], gated [..., 2 f], times each row's weight: -> [..., f] in x's dtype.
 
-    bias: [f] or [2 f], added to x. weights: one number for each row. All contiguous; nothing is overwritten.
+    bias: [f] or [2 f], added to x. weights: one number for each row. All contiguous. Backward overwrites x.
     """
-    width = x.shape[-1] // 2 if is_gated else x.shape[-1]
-    y = x.new_empty(*x.shape[:-1], width)
-    weights = None if weights is None else weights.contiguous()
-    grid = (y.numel() // width,)
-    launching.launch(activation_forward, grid, x, bias, weights, y, **_constants(activation, is_gated, width))
-    return y
+    result: Tensor = _Activate.apply(x, bias, weights, activation, is_gated)
+    return result
 
 
-def activate_backward(
-    grad: Tensor, x: Tensor, bias: Tensor | None, weights: Tensor | None, activation: Form, is_gated: bool
-) -> Tensor | None:
-    """Overwrite x with its gradient; return the weights' gradient, float32 in their shape (None without weights).
+class _Activate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, weights: Tensor | None, activation: Form, is_gated: bool
+    ) -> Tensor:
+        ctx.activation, ctx.is_gated = activation, is_gated
+        ctx.save_for_backward(x, bias, weights)
+        width = x.shape[-1] // 2 if is_gated else x.shape[-1]
+        y = x.new_empty(*x.shape[:-1], width)
+        weights = None if weights is None else weights.contiguous()
+        constants = _constants(activation, is_gated, width)
+        launching.launch(activation_forward, (y.numel() // width,), x, bias, weights, y, **constants)
+        return y
 
-    grad: [..., f], the output's gradient. The rest is as in `activate`.
-    """
-    grad = grad.contiguous()
-    width = grad.shape[-1]
-    weights = None if weights is None else weights.contiguous()
-    grad_weights = None if weights is None else torch.empty_like(weights, dtype=torch.float32)
-    launching.launch(
-        activation_backward, (grad.numel() // width,), grad, x, bias, weights, grad_weights,
-        **_constants(activation, is_gated, width),
-    )  # fmt: skip
-    # As torch's in-place operations do: autograd then refuses to run through the same graph again.
-    torch.autograd.graph.increment_version(x)
-    return grad_weights
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, bias, weights = ctx.saved_tensors
+        grad, width = grad.contiguous(), grad.shape[-1]
+        rows = None if weights is None else weights.contiguous()
+        grad_rows = None if rows is None else torch.empty_like(rows, dtype=torch.float32)
+        launching.launch(
+            activation_backward, (grad.numel() // width,), grad, x, bias, rows, grad_rows,
+            **_constants(ctx.activation, ctx.is_gated, width),
+        )  # fmt: skip
+        # As torch's in-place operations do: autograd then refuses to run through the same graph again.
+        torch.autograd.graph.increment_version(x)
+        x = x.detach()
+        grad_bias = x.reshape(-1, x.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
+        return x, grad_bias, None if grad_rows is None else grad_rows.to(weights.dtype), None, None

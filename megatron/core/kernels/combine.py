@@ -54,7 +54,7 @@ def sum_slots(rows, places, sums, WIDTH: tl.constexpr, SLOTS: tl.constexpr, BLOC
         tl.store(sums + token * WIDTH + columns, total, mask=mask)
 
 
-def copy_tokens_to_rows(x: Tensor, order: Tensor, slots_per_token: int) -> Tensor:
+def copy_tokens_to_rows(x: Tensor, order: Tensor, slots_per_token: int, padded: bool) -> Tensor:
     """Tokens [T, h] -> rows [n, h]; the transpose of `sum_rows_of_tokens`, whose arguments these are."""
     tokens, width = x.shape
     rows = x.new_empty(order.numel(), width)
@@ -65,16 +65,14 @@ def copy_tokens_to_rows(x: Tensor, order: Tensor, slots_per_token: int) -> Tenso
     return rows
 
 
-def sum_rows_of_tokens(
-    rows: Tensor, order: Tensor, tokens: int, slots_per_token: int, *, is_whole: bool = False
-) -> Tensor:
+def sum_rows_of_tokens(rows: Tensor, order: Tensor, tokens: int, slots_per_token: int, padded: bool = False) -> Tensor:
     """Rows [n, h], of which row i belongs to slot order[i], -> [tokens, h].
 
-    order: int64 [n]; token t has the slots from t * slots_per_token on, each with one row at most. The number after the
-    last slot means none. is_whole: every slot has a row, and every row a slot.
+    order: int64 [n]; token t has the slots from t * slots_per_token on, each with one row at most. padded: some
+    rows have the number after the last slot, and belong to none.
     """
     width, slots = rows.shape[1], tokens * slots_per_token
-    if is_whole:
+    if not padded and order.shape[0] == slots:  # every slot has a row
         places = torch.empty(slots, dtype=torch.int32, device=rows.device)
     else:
         places = torch.full((slots + 1,), -1, dtype=torch.int32, device=rows.device)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from megatron.core.kernels import launching
 from megatron.core.kernels.launching import choose_block
-from megatron.core.kernels.rotary import _load_angles, _load_pairs, _store_pairs
+from megatron.core.kernels.rotary import Angles, _load_angles, _load_pairs, _store_pairs
 
 _CHANNELS = 2048  # of the widest block: so many lines, each one head, are a tile
 
@@ -125,37 +125,50 @@ def _constants(heads: int, plain: int, shared: int, value: int, interleaved: boo
     }  # fmt: skip
 
 
-def join(
-    query: Tensor, expanded: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
-) -> tuple[Tensor, Tensor]:
-    """Keys [s, b, n, d + p] and values [s, b, n, dv] of query [s, b, n, d + p], whose last p channels are rotated in
-    place, expanded [s, b, n, d + dv], and positions [s, b, 1, p], which need not be contiguous."""
-    positions = positions if positions.stride(-1) == 1 else positions.contiguous()
-    length, batch, heads, width = query.shape
-    plain = width - positions.shape[-1]
-    key = torch.empty_like(query)
-    value = query.new_empty(length, batch, heads, expanded.shape[-1] - plain)
-    launching.launch(
-        join_heads, (length * batch,), query, expanded, positions, key, value, cos.contiguous(), sin.contiguous(),
-        batch, *positions.stride()[:2],
-        **_constants(heads, plain, positions.shape[-1], value.shape[-1], interleaved),
-    )  # fmt: skip
-    torch.autograd.graph.increment_version(query)
-    return key, value
-
-
-def separate(
-    query: Tensor, key: Tensor, value: Tensor, shared: int, cos: Tensor, sin: Tensor, interleaved: bool
+def rotate_and_join(
+    query: Tensor, expanded: Tensor, positions: Tensor, rotation: Angles
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of what `join` reads, from the gradients of its results, which may have any strides. shared: p."""
-    parts = [part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, value)]
-    length, batch, heads, width = query.shape
-    grad_query = query.new_empty(query.shape)
-    grad_expanded = query.new_empty(length, batch, heads, width - shared + value.shape[-1])
-    grad_positions = query.new_empty(length, batch, 1, shared)
-    launching.launch(
-        separate_heads, (length * batch,), *parts, grad_query, grad_expanded, grad_positions, cos.contiguous(),
-        sin.contiguous(), batch, *(stride for part in parts for stride in part.stride()[:3]),
-        **_constants(heads, width - shared, shared, value.shape[-1], interleaved),
-    )  # fmt: skip
-    return grad_query, grad_expanded, grad_positions
+    """Return query [s, b, n, d + p], whose last p channels are rotated in place, keys [s, b, n, d + p] and values
+    [s, b, n, dv]; expanded [s, b, n, d + dv], positions [s, b, 1, p]."""
+    result: tuple[Tensor, Tensor, Tensor] = _RotateAndJoin.apply(query, expanded, positions, rotation)
+    return result
+
+
+class _RotateAndJoin(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, expanded: Tensor, positions: Tensor, rotation: Angles
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.shared, ctx.rotation = positions.shape[-1], rotation
+        # Rotated in place although autograd knows the tensor: a matrix product does not keep its output for backward.
+        query = query.detach()
+        positions = positions if positions.stride(-1) == 1 else positions.contiguous()
+        length, batch, heads, width = query.shape
+        plain = width - positions.shape[-1]
+        key = torch.empty_like(query)
+        value = query.new_empty(length, batch, heads, expanded.shape[-1] - plain)
+        launching.launch(
+            join_heads, (length * batch,), query, expanded, positions, key, value, rotation.cos.contiguous(),
+            rotation.sin.contiguous(), batch, *positions.stride()[:2],
+            **_constants(heads, plain, positions.shape[-1], value.shape[-1], rotation.interleaved),
+        )  # fmt: skip
+        torch.autograd.graph.increment_version(query)
+        return query, key, value
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        # The gradients of query, key and value may have any strides.
+        parts = [part if part.stride(-1) == 1 else part.contiguous() for part in grads]
+        query, value = grads[0], grads[2]
+        length, batch, heads, width = query.shape
+        rotation, plain = ctx.rotation, width - ctx.shared
+        grad_query = query.new_empty(query.shape)
+        grad_expanded = query.new_empty(length, batch, heads, plain + value.shape[-1])
+        grad_positions = query.new_empty(length, batch, 1, ctx.shared)
+        launching.launch(
+            separate_heads, (length * batch,), *parts, grad_query, grad_expanded, grad_positions,
+            rotation.cos.contiguous(), rotation.sin.contiguous(), batch,
+            *(stride for part in parts for stride in part.stride()[:3]),
+            **_constants(heads, plain, ctx.shared, value.shape[-1], rotation.interleaved),
+        )  # fmt: skip
+        return grad_query, grad_expanded, grad_positions, None

@@ -11,8 +11,11 @@ Tests put another function in the place of `launch`: to compile what would be la
 from __future__ import annotations
 
 import functools
+import importlib
+import inspect
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +24,39 @@ from megatron.core.device import find_kernel_obstacle, is_cpu
 
 FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that kernels read and write."""
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def by_kernel(
+    place: str, *tensors: str, fits: Callable[..., bool] = lambda *_, **__: True
+) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """Decorate a function of tensors: where kernels take its arguments, another one of the same parameters is called.
+
+    place: the module and name of that one, imported when it is first needed. tensors: names of the parameters that
+    `uses_kernels` is asked about. fits: called with the arguments, False where the kernel has no such form.
+    """
+
+    @functools.cache
+    def load() -> Callable[..., Any]:
+        module, _, name = place.partition(":")
+        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        return found
+
+    def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        names = list(inspect.signature(function).parameters)
+        places = [names.index(name) for name in tensors]
+
+        @functools.wraps(function)
+        def compute(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
+            asked: list[Any] = [arguments[place] for place in places]
+            takes = uses_kernels(*asked) and fits(*arguments, **options)
+            return load()(*arguments, **options) if takes else function(*arguments, **options)
+
+        return compute
+
+    return decorate
 
 
 def uses_kernels(*tensors: Tensor | None) -> bool:

@@ -9,7 +9,7 @@ heads of any width fill its threads.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -169,46 +169,84 @@ def _constants(heads: int, width: int, rotated: int, interleaved: bool) -> dict[
     }  # fmt: skip
 
 
-def split_and_rotate(
-    packed: Tensor, heads_per_group: int, cos: Tensor, sin: Tensor, interleaved: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+class Angles(Protocol):
+    """Angles of positions for the kernels; it has the fields of megatron.core.transformer.rotary.Rotation."""
+
+    @property
+    def cos(self) -> Tensor:
+        """[s, rotated / 2] float32."""
+
+    @property
+    def sin(self) -> Tensor:
+        """[s, rotated / 2] float32."""
+
+    @property
+    def interleaved(self) -> bool:
+        """True where neighbouring channels are a pair, False where the halves are."""
+
+
+def rotate_heads(x: Tensor, rotation: Angles) -> Tensor:
+    """Rotate x [s, ..., d], contiguous, into new memory; nothing is saved for backward."""
+    result: Tensor = _RotateHeads.apply(x, rotation)
+    return result
+
+
+def split_and_rotate(packed: Tensor, heads_per_group: int, rotation: Angles) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [s, b, heads, d], keys and values [s, b, groups, d] of packed [s, b, groups, heads_per_group + 2, d].
 
     Keys, and queries where a group has one head, are rotated in packed's memory, of which they and values are views.
-    cos, sin: float32 [s, rotated / 2].
     """
-    positions, batch, groups, _, width = packed.shape
-    rows = positions * batch * groups
-    in_place = heads_per_group == 1
-    query = None if in_place else packed.new_empty(positions, batch, groups * heads_per_group, width)
-    constants = _constants(heads_per_group, width, 2 * cos.shape[-1], interleaved)
-    lines = rows * (heads_per_group + 1)
-    launching.launch(
-        rotary_forward, (triton.cdiv(lines, constants["LINES"]),), packed, query, cos.contiguous(), sin.contiguous(),
-        lines, batch * groups, **constants,
-    )  # fmt: skip
-    torch.autograd.graph.increment_version(packed)
-    return packed[..., 0, :] if query is None else query, packed[..., -2, :], packed[..., -1, :]
+    result: tuple[Tensor, Tensor, Tensor] = _SplitAndRotate.apply(packed, heads_per_group, rotation)
+    return result
 
 
-def merge_and_rotate_back(
-    query: Tensor, key: Tensor, value: Tensor, heads_per_group: int, cos: Tensor, sin: Tensor, interleaved: bool
-) -> Tensor:
-    """The packed gradient of the gradients of what `split_and_rotate` returns, whose memory may lie in any order."""
-    parts = [part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, value)]
-    positions, batch, groups, width = key.shape
-    packed = key.new_empty(positions, batch, groups, heads_per_group + 2, width)
-    constants = _constants(heads_per_group, width, 2 * cos.shape[-1], interleaved)
-    lines = positions * batch * groups * (heads_per_group + 2)
-    strides = [stride for part in parts for stride in part.stride()[:3]]
-    launching.launch(
-        rotary_backward, (triton.cdiv(lines, constants["LINES"]),), packed, *parts, cos.contiguous(), sin.contiguous(),
-        lines, batch, groups, *strides, **constants,
-    )  # fmt: skip
-    return packed
+class _RotateHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rotation: Angles) -> Tensor:
+        ctx.angles = rotation.cos, rotation.sin, rotation.interleaved
+        return _rotate_heads(x, *ctx.angles)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _rotate_heads(grad.contiguous(), *ctx.angles, back=True), None
 
 
-def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, back: bool = False) -> Tensor:
+class _SplitAndRotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, heads_per_group: int, rotation: Angles) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.heads_per_group, ctx.rotation = heads_per_group, rotation
+        # Rotated in place although autograd knows the tensor: a matrix product does not keep its output for backward.
+        packed = packed.detach()
+        positions, batch, groups, _, width = packed.shape
+        in_place = heads_per_group == 1
+        query = None if in_place else packed.new_empty(positions, batch, groups * heads_per_group, width)
+        constants = _constants(heads_per_group, width, 2 * rotation.cos.shape[-1], rotation.interleaved)
+        lines = positions * batch * groups * (heads_per_group + 1)
+        launching.launch(
+            rotary_forward, (triton.cdiv(lines, constants["LINES"]),), packed, query, rotation.cos.contiguous(),
+            rotation.sin.contiguous(), lines, batch * groups, **constants,
+        )  # fmt: skip
+        torch.autograd.graph.increment_version(packed)
+        return packed[..., 0, :] if query is None else query, packed[..., -2, :], packed[..., -1, :]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        # The gradients of query, key and value may lie in any order; the packed one is made of them.
+        parts = [part if part.stride(-1) == 1 else part.contiguous() for part in grads]
+        positions, batch, groups, width = parts[1].shape
+        rotation, heads = ctx.rotation, ctx.heads_per_group
+        packed = parts[1].new_empty(positions, batch, groups, heads + 2, width)
+        constants = _constants(heads, width, 2 * rotation.cos.shape[-1], rotation.interleaved)
+        lines = positions * batch * groups * (heads + 2)
+        strides = [stride for part in parts for stride in part.stride()[:3]]
+        launching.launch(
+            rotary_backward, (triton.cdiv(lines, constants["LINES"]),), packed, *parts, rotation.cos.contiguous(),
+            rotation.sin.contiguous(), lines, batch, groups, *strides, **constants,
+        )  # fmt: skip
+        return packed, None, None
+
+
+def _rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, back: bool = False) -> Tensor:
     """Rotate x [s, ..., d], contiguous, into new memory; back: by the opposite angle."""
     y = torch.empty_like(x)
     constants = _constants(1, x.shape[-1], 2 * cos.shape[-1], interleaved) | {"BACK": back}

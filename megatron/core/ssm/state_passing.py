@@ -15,9 +15,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.core.kernels import launching
+from megatron.core.kernels.launching import by_kernel
+
+_KERNELS = "megatron.core.kernels.states"
 
 
+def _fits(*tensors: Tensor | None) -> bool:
+    """Return whether kernels take keys of so many channels, of the last tensor: a state has to stay in registers."""
+    state = tensors[-1]
+    return state is not None and state.shape[-2] <= 128
+
+
+@by_kernel(f"{_KERNELS}:pass_states", "values", "causes", "solved", "leaving", "keep", "state", fits=_fits)
 def pass_states(
     values: Tensor, causes: Tensor | None, solved: Tensor | None, leaving: Tensor, keep: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -26,10 +35,6 @@ def pass_states(
     values [n, ..., C, V]; causes, leaving [n, ..., C, K]; solved [n, ..., C, C]; keep [n, ..., K or 1, 1]; state
     [..., K, V].
     """
-    if _fits(state) and launching.uses_kernels(values, causes, solved, leaving, keep, state):
-        from megatron.core.kernels import states as kernels
-
-        return kernels.pass_states(values, causes, solved, leaving, keep, state)
     states = values.new_empty(len(values), *state.shape)
     written = values if causes is None else torch.empty_like(values)
     changes = leaving.mT @ values if causes is None else None
@@ -45,6 +50,11 @@ def pass_states(
     return states, written, state
 
 
+@by_kernel(
+    f"{_KERNELS}:pass_states_backward",
+    "causes", "solved", "leaving", "keep", "of_states", "of_written", "of_last",
+    fits=_fits,
+)  # fmt: skip
 def pass_states_backward(
     causes: Tensor | None,
     solved: Tensor | None,
@@ -57,10 +67,6 @@ def pass_states_backward(
     """Return the gradients of the values [n, ..., C, V], of the states after the chunks [n, ..., K, V], and of the
     first state [..., K, V]; of_states, of_written, of_last are the gradients of `pass_states`' results from
     elsewhere."""
-    if _fits(of_last) and launching.uses_kernels(causes, solved, leaving, keep, of_states, of_written, of_last):
-        from megatron.core.kernels import states as kernels
-
-        return kernels.pass_states_backward(causes, solved, leaving, keep, of_states, of_written, of_last)
     after = torch.empty_like(of_states)
     of_values = of_written if causes is None else torch.empty_like(of_written)
     for chunk in reversed(range(len(of_written))):
@@ -74,8 +80,3 @@ def pass_states_backward(
     if causes is None:
         of_values = of_written + leaving @ after
     return of_values, after, of_last
-
-
-def _fits(state: Tensor) -> bool:
-    """Return whether kernels take keys of so many channels: a state has to stay in registers."""
-    return state.shape[-2] <= 128

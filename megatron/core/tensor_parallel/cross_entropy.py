@@ -29,7 +29,7 @@ from torch import Tensor
 
 from megatron.core.collectives import all_reduce
 from megatron.core.device import is_cpu
-from megatron.core.kernels import launching
+from megatron.core.kernels.launching import by_kernel
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.tensor_parallel.products import at_least_float32
 
@@ -37,19 +37,21 @@ BLOCK_ELEMENTS, GPU_BLOCK_ELEMENTS = 2**22, 2**28
 """Logits that the fused way converts to float32 at a time: 16 MiB, which caches hold, and 1 GiB on a GPU, where to
 start a kernel costs as much as to convert millions of them."""
 
+_BY_KERNEL = f"{__name__}:kernel_vocab_parallel_cross_entropy"
 
+
+@by_kernel(_BY_KERNEL, "vocab_parallel_logits")
 def vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0, tp_group: Group | None = None
 ) -> Tensor:
     """Loss of every token.
 
-    vocab_parallel_logits: [s, b, v / tp] float32; overwritten. target: [s, b] token numbers in the whole vocabulary.
-    label_smoothing: probability mass that is spread evenly over the other entries. Returns [s, b] float32.
+    vocab_parallel_logits: [s, b, v / tp]; overwritten where they are float32. target: [s, b] token numbers in the whole
+    vocabulary. label_smoothing: probability mass that is spread evenly over the other entries. Returns [s, b] float32.
     """
     group = tp_group if tp_group is not None else ProcessGroupCollection.current().tp
-    if launching.uses_kernels(vocab_parallel_logits):
-        return kernel_vocab_parallel_cross_entropy(vocab_parallel_logits, target, label_smoothing, group)
-    loss: Tensor = _VocabParallelCrossEntropy.apply(vocab_parallel_logits, target, label_smoothing, group)
+    logits = at_least_float32(vocab_parallel_logits)
+    loss: Tensor = _VocabParallelCrossEntropy.apply(logits, target, label_smoothing, group)
     return loss
 
 
@@ -108,14 +110,13 @@ def _softmax_(logits: Tensor, group: Group) -> Tensor:
 # ---- from logits in a 16-bit format
 
 
+@by_kernel(_BY_KERNEL, "vocab_parallel_logits")
 def fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, *, tp_group: Group) -> Tensor:
     """Loss of every token.
 
     vocab_parallel_logits: [s, b, v / tp] in any dtype; overwritten in backward. target: [s, b] token numbers in the
     whole vocabulary. Returns [s, b] float32.
     """
-    if launching.uses_kernels(vocab_parallel_logits):
-        return kernel_vocab_parallel_cross_entropy(vocab_parallel_logits, target, 0.0, tp_group)
     loss: Tensor = _FusedCrossEntropy.apply(vocab_parallel_logits, target, tp_group)
     return loss
 
@@ -166,11 +167,12 @@ def _blocks(rows: Tensor) -> Iterator[slice]:
 
 
 def kernel_vocab_parallel_cross_entropy(
-    vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float, tp_group: Group
+    vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0, tp_group: Group | None = None
 ) -> Tensor:
     """Loss of every token, [s, b] float32, by kernels; the arguments are as for `vocab_parallel_cross_entropy`, with
     logits in any dtype, overwritten in backward."""
-    loss: Tensor = _KernelCrossEntropy.apply(vocab_parallel_logits, target, label_smoothing, tp_group)
+    group = tp_group if tp_group is not None else ProcessGroupCollection.current().tp
+    loss: Tensor = _KernelCrossEntropy.apply(vocab_parallel_logits, target, label_smoothing, group)
     return loss
 
 

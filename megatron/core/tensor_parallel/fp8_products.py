@@ -262,10 +262,12 @@ class FP8Matmul(Product, HasScales):
         self._add_product(*operands, main_grad)
         return None
 
+    def _takes_kernel(self, matrix: Tensor) -> bool:
+        return self.recipe.is_native and launching.uses_kernels(matrix)
+
     def _add_product(self, a: Operand, b: Operand, into: Tensor) -> None:
         """into [m, n] += a [m, k] times b [n, k] transposed, for weight gradients."""
-        has_kernel = self.recipe.is_native and self.recipe.name in ONE_SCALE
-        if has_kernel and into.dtype == torch.float32 and launching.uses_kernels(into):
+        if self.recipe.name in ONE_SCALE and into.dtype == torch.float32 and self._takes_kernel(into):
             from megatron.core.kernels import fp8_weight_grad
 
             left, right = (make_rows_contiguous(operand.values) for operand in (a, b))
@@ -316,7 +318,7 @@ class FP8Matmul(Product, HasScales):
 
     def _round_by_one_scale(self, operand: int, matrix: Tensor, *, turns: bool) -> Operand:
         dtype, margin, is_delayed = self.recipe.format_of(operand), self.recipe.margin, self.recipe.name == "delayed"
-        if self.recipe.is_native and launching.uses_kernels(matrix):
+        if self._takes_kernel(matrix):
             from megatron.core.kernels import fp8_cast
 
             self._states = self._states or fp8_cast.LaunchStates()

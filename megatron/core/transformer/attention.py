@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from megatron.core.enums import AttnMaskType
 from megatron.core.errors import ConfigError
 from megatron.core.inference_context import InferenceContext
+from megatron.core.operation_table import OperationWay
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.placement import Part, get_placement, make_grouped_parts, place
 from megatron.core.plan.read import read_plan
@@ -45,7 +46,7 @@ from megatron.core.tensor_parallel.layers import LayerOutput
 from megatron.core.tensor_parallel.offloaded_activations import offload
 from megatron.core.tensor_parallel.products import at_least_float32
 from megatron.core.tensor_parallel.random import checkpoint
-from megatron.core.transformer.compiled_regions import Compile, is_compiled
+from megatron.core.transformer.compiled_regions import Compile, choose_form
 from megatron.core.transformer.initialisers import input_initialiser, output_initialiser
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.module import MegatronModule
@@ -54,8 +55,6 @@ from megatron.core.transformer.rotary import (
     Rotation,
     rotate_by_kernel,
     rotate_queries_and_keys,
-    split_and_rotate,
-    split_and_rotate_reference,
     split_qkv,
 )
 from megatron.core.transformer.spec_utils import build_module
@@ -83,13 +82,14 @@ class CrossAttentionSubmodules:
     linear_proj: Any
 
 
-def uses_fused_rope(config: TransformerConfig) -> bool:
-    """Return True where split and rotation run as one operation; norms of queries and keys come in between, and a
-    compiler fuses the elementary ones itself."""
+def choose_rotary(config: TransformerConfig, device: torch.device | None = None) -> OperationWay:
+    """Choose a way of splitting the packed projection and rotating; norms of queries and keys come in between."""
     has_more = config.qk_layernorm or config.qk_l2_norm or config.attention_output_gate
     # The norms of latent attention are before its projections to heads.
     has_more = has_more and not config.multi_latent_attention
-    return config.apply_rope_fusion and not has_more and not is_compiled(config, "rotary positions")
+    name = "latent rotary positions" if config.multi_latent_attention else "rotary positions"
+    is_fused = config.apply_rope_fusion and not has_more
+    return choose_form(config, name, is_fused=is_fused, region="rotary positions", device=device).way
 
 
 class Attention(MegatronModule):
@@ -256,6 +256,9 @@ def apply_gate(context: Tensor, gate: Tensor) -> Tensor:
 class SelfAttention(Attention):
     """Attention of a sequence to itself: queries, keys and values come from one packed projection."""
 
+    split: Callable[..., Any]
+    is_rope_fused: bool
+
     @take_arguments("* pp_layer_offset=0 name=...", "layer_number counts in the whole model")
     def __init__(
         self,
@@ -273,8 +276,6 @@ class SelfAttention(Attention):
                 "make it by get_gpt_layer_local_spec(multi_latent_attention=True)"
             )
         super().__init__(config, submodules, layer_number, attn_mask_type, "self", cp_comm_type, pg_collection)
-        # In the memory of the projection's output, which nothing else reads; a norm or a gate would.
-        self.split = split_and_rotate if self.is_rope_fused else split_and_rotate_reference
         self.rotate = rotate_by_kernel if config.apply_rope_fusion else rotate_queries_and_keys
         self.q_layernorm = self._build_head_norm(submodules.q_layernorm, config.num_attention_heads)
         self.k_layernorm = self._build_head_norm(submodules.k_layernorm, config.num_query_groups)
@@ -289,7 +290,10 @@ class SelfAttention(Attention):
         """Build the packed projection to queries, keys and values."""
         config, tp_group = self.config, self.groups.tp
         heads, query_groups, width = config.num_attention_heads, config.num_query_groups, self.head_width
-        self.is_rope_fused = uses_fused_rope(config)
+        # Fused: in the memory of the projection's output, which nothing else reads; a norm or a gate would.
+        way = choose_rotary(config)
+        self.is_rope_fused = way.is_fused
+        self.split = way.load()
         self.gates = self.heads_per_group if config.attention_output_gate else 0
         # Widths are the full model's; make_grouped_parts knows what a rank holds of each.
         queries = Part(heads // query_groups * width, name="query")

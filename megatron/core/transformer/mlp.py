@@ -12,24 +12,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from megatron.core.activations import (
     Activation,
-    activation_reference,
     adds_bias_in_place,
-    bias_activation,
-    bias_gated_activation,
     find_activation,
-    gated_activation_reference,
 )
+from megatron.core.operation_table import OperationWay
 from megatron.core.placement import Part, make_grouped_parts
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.taken_arguments import take_arguments
 from megatron.core.tensor_parallel.kept_activations import Recomputed, keep_as
 from megatron.core.tensor_parallel.layers import LayerOutput
 from megatron.core.tensor_parallel.offloaded_activations import hold
-from megatron.core.transformer.compiled_regions import Compile, is_compiled
+from megatron.core.transformer.compiled_regions import Compile, choose_form
 from megatron.core.transformer.initialisers import input_initialiser, output_initialiser
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
@@ -50,12 +48,12 @@ class MLPSubmodules:
     linear_fc2: Any
 
 
-def uses_fused_activation(config: TransformerConfig) -> bool:
-    """Return whether the activation runs as one operation; we need its derivative, and a compiler generates kernels
-    itself."""
+def choose_activate(config: TransformerConfig, device: torch.device | None = None) -> OperationWay:
+    """Choose a way of computing (fc1's output [s, b, f], its bias [f] or None, activation) -> fc2's input."""
     # A user's callable has no hand-written derivative; it runs from elementary operations instead.
     known = build_activation(config).backward_ is not None
-    return config.bias_activation_fusion and known and not is_compiled(config, "activation")
+    name, is_fused = "gated activation" if config.gated_linear_unit else "activation", config.bias_activation_fusion
+    return choose_form(config, name, is_fused=is_fused and known, region="activation", device=device).way
 
 
 def build_activation(config: TransformerConfig, interleave_size: int | None = None) -> Activation:
@@ -84,15 +82,6 @@ def list_gate_and_up(width: int, interleave_size: int | None, num_shards: int) -
         return Part(width, name="gate"), Part(width, name="up")
     blocks = (Part(interleave_size, name="gate"), Part(interleave_size, name="up"))
     return make_grouped_parts(width // interleave_size, blocks, num_shards)
-
-
-def choose_activate(config: TransformerConfig) -> Activate:
-    """Choose the function that computes it: (fc1's output [s, b, f], its bias [f] or None, activation) -> fc2's
-    input."""
-    fused = uses_fused_activation(config)
-    if config.gated_linear_unit:
-        return bias_gated_activation if fused else gated_activation_reference
-    return bias_activation if fused else activation_reference
 
 
 class MLP(MegatronModule):
@@ -125,7 +114,9 @@ class MLP(MegatronModule):
         # Only where it says something: a user's own layers need not know it.
         divided: dict[str, Any] = {"tp_group": tp_group} | ({"is_expert": True} if is_expert else {})
         self.activation = build_activation(config, interleave_size)
-        self.activate = choose_activate(config)
+        way = choose_activate(config)
+        self.activate: Activate = way.load()
+        self.is_fused = way.is_fused
         # One matrix (gate | up) is one product.
         gated = config.gated_linear_unit
         self.linear_fc1 = build_module(
@@ -152,7 +143,7 @@ class MLP(MegatronModule):
 
     def compile_regions(self, compiled: Compile[Any]) -> None:
         """See compiled_regions.py."""
-        if not uses_fused_activation(self.config):
+        if not self.is_fused:
             self.activate = compiled(self.activate)
 
     def forward(self, hidden_states: Tensor) -> LayerOutput:
@@ -166,8 +157,7 @@ class MLP(MegatronModule):
                 output: LayerOutput = self.linear_fc2(activated)
                 return output
             # What is in the product's memory now is the product, or already the sum.
-            is_fused = self.activate in (bias_activation, bias_gated_activation)
-            again = None if is_fused and adds_bias_in_place(intermediate, bias) else bias
+            again = None if self.is_fused and adds_bias_in_place(intermediate, bias) else bias
             get_input = hold("mlp_act", intermediate)
             compute = Recomputed(lambda: self.activate(get_input(), again, self.activation))
             with keep_as(activated, compute):

@@ -44,7 +44,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.adapters import get_merged_weight
-from megatron.core.transformer.attention import Attention, mark_as_query_key_norm, scale_queries, uses_fused_rope
+from megatron.core.transformer.attention import Attention, choose_rotary, mark_as_query_key_norm, scale_queries
 from megatron.core.transformer.compiled_regions import Compile
 from megatron.core.transformer.initialisers import input_initialiser
 from megatron.core.transformer.layer_inputs import LayerInputs
@@ -52,7 +52,6 @@ from megatron.core.transformer.rotary import (
     Rotation,
     apply_rotary,
     join_latent_heads,
-    rotate_and_join_latent_heads,
 )
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -106,7 +105,8 @@ class MLASelfAttention(Attention):
     def build_projections(self, submodules: MLASelfAttentionSubmodules) -> None:
         """Build the projections to latent vectors and from them to heads, and the norms between."""
         config, heads = self.config, self.config.num_attention_heads
-        self.join_heads = rotate_and_join_latent_heads if uses_fused_rope(config) else join_latent_heads
+        way = choose_rotary(config)
+        self.join_heads, self.is_rope_fused = way.load(), way.is_fused
         common = {"config": config, "init_method": input_initialiser(config), "tp_group": self.groups.tp}
         # Names, and what has no bias, as in upstream's models.
         queries = heads * config.query_width
@@ -140,7 +140,7 @@ class MLASelfAttention(Attention):
     def compile_regions(self, compiled: Compile[Any]) -> None:
         """See compiled_regions.py."""
         super().compile_regions(compiled)
-        if not uses_fused_rope(self.config):
+        if not self.is_rope_fused:
             self.join_heads = compiled(self.join_heads)
 
     def _build_latent_norm(self, norm: Any, width: int | None) -> Any:

@@ -28,7 +28,7 @@ from torch import Tensor
 from megatron.core.device import current_device, is_cpu
 from megatron.core.errors import ConfigError
 from megatron.core.kernels import launching
-from megatron.core.operation_table import WIDEST_NORM, Case, Choice, choose
+from megatron.core.operation_table import WIDEST_NORM, Choice
 from megatron.core.process_groups_config import Group
 from megatron.core.tensor_parallel.layers import tensor_parallel_split
 from megatron.core.tensor_parallel.mappings import (
@@ -37,18 +37,16 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.tensor_parallel.parameters import declare_parameter, ones, parameter_dtype, zeros
 from megatron.core.tensor_parallel.products import at_least_float32, is_wide
-from megatron.core.transformer.compiled_regions import Compile, is_compiled
+from megatron.core.transformer.compiled_regions import Compile, choose_form
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def choose_norm(config: TransformerConfig, width: int, device: torch.device) -> Choice:
     """Return the ways of a norm over so many channels, the one that is taken first."""
-    is_fused = config.persist_layer_norm and not is_compiled(config, "norm")  # a compiler fuses elementary operations
-    kind = "fused" if is_fused else "compiled" if config.compile else "elementary"
     has_all = config.norm_parameters == "all" or (config.norm_parameters, config.normalization) == ("weight", "RMSNorm")
     asked = frozenset(() if has_all else ("fewer parameters",))
-    return choose("norm", Case(kind, device, widths=(width,), asked=asked))
+    return choose_form(config, "norm", is_fused=config.persist_layer_norm, device=device, widths=(width,), asked=asked)
 
 
 class Norm(MegatronModule, ABC):
@@ -78,7 +76,7 @@ class Norm(MegatronModule, ABC):
         self.eps = config.layernorm_epsilon if eps is None else eps
         # Stored around zero, the weight is pulled by weight decay towards a norm that changes nothing.
         self.zero_centered = config.layernorm_zero_centered_gamma
-        self.is_fused = "fused" in choose_norm(config, hidden_size, current_device()).way.kinds
+        self.is_fused = choose_norm(config, hidden_size, current_device()).way.is_fused
         # With sequence parallelism each rank normalises only its tokens.
         by_sequence = ("tp",) if config.sequence_parallel else ()
         self.partial = by_sequence if partial_grad_axes is None else tuple(partial_grad_axes)

@@ -16,12 +16,14 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.operation_table import OperationWay
 from megatron.core.tensor_parallel.layers import LayerOutput
 from megatron.core.tensor_parallel.parameters import parameter_dtype
-from megatron.core.transformer.compiled_regions import Compile, is_compiled
+from megatron.core.transformer.compiled_regions import Compile, choose_form
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.norms import Norm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -30,10 +32,10 @@ Body = Callable[[Tensor, LayerInputs, Tensor], LayerOutput]
 """(normed [s, b, h], inputs of the layer, what was normalised [s, b, h]) -> (output [s, b, h], bias [h] or None)."""
 
 
-def uses_fused_bias_dropout(config: TransformerConfig) -> bool:
-    """Return True where bias, dropout and residual work in place; a compiler fuses the plain form itself, and a sum of
-    two dtypes needs new memory."""
-    return config.bias_dropout_fusion and not is_compiled(config, "residual") and not config.fp32_residual_connection
+def choose_residual_sum(config: TransformerConfig, device: torch.device | None = None) -> OperationWay:
+    """Choose a way of adding bias and residual, with dropout; a sum of two dtypes needs new memory."""
+    is_fused = config.bias_dropout_fusion and not config.fp32_residual_connection
+    return choose_form(config, "residual", is_fused=is_fused, device=device).way
 
 
 class ResidualBranch:
@@ -56,7 +58,8 @@ class ResidualBranch:
         self.compute_dtype = parameter_dtype(config)
         self.around_norm: Callable[[], AbstractContextManager[None]] = nullcontext
         self.body: Body = _Module(parts, self.name, sees_tokens=kind == "attention")
-        self.bias_dropout_add = bias_dropout_add if uses_fused_bias_dropout(config) else bias_dropout_add_reference
+        way = choose_residual_sum(config)
+        self.bias_dropout_add, self.is_fused = way.load(), way.is_fused
 
     @property
     def norm(self) -> Any:
@@ -84,7 +87,7 @@ class ResidualBranch:
 
     def compile_regions(self, compiled: Compile[Any]) -> None:
         """See compiled_regions.py."""
-        if not uses_fused_bias_dropout(self.config):
+        if not self.is_fused:
             self.bias_dropout_add = compiled(self.bias_dropout_add)
 
     def add(self, x: Tensor, inputs: LayerInputs, stream: Tensor | None = None) -> Tensor:

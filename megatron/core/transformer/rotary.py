@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.device import is_cpu
-from megatron.core.kernels import launching
+from megatron.core.kernels.launching import by_kernel
 
 
 class Rotation(NamedTuple):
@@ -67,29 +67,10 @@ def apply_rotary(x: Tensor, rotation: Rotation) -> Tensor:
     return turned if is_whole else torch.cat((turned, x[..., rotation.channels :]), dim=-1)
 
 
-class _RotateHeads(torch.autograd.Function):
-    """`apply_rotary` by one kernel each way, which keeps nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rotation: Rotation) -> Tensor:
-        from megatron.core.kernels.rotary import rotate_heads
-
-        ctx.rotation = rotation
-        return rotate_heads(x, *rotation[:3])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        from megatron.core.kernels.rotary import rotate_heads
-
-        return rotate_heads(grad.contiguous(), *ctx.rotation[:3], back=True), None
-
-
+@by_kernel("megatron.core.kernels.rotary:rotate_heads", "x")
 def rotate_heads(x: Tensor, rotation: Rotation) -> Tensor:
     """`apply_rotary`, by a kernel where one runs."""
-    if not launching.uses_kernels(x):
-        return apply_rotary(x, rotation)
-    result: Tensor = _RotateHeads.apply(x, rotation)
-    return result
+    return apply_rotary(x, rotation)
 
 
 def _rotate_(x: Tensor, rotation: Rotation) -> None:
@@ -167,11 +148,6 @@ class _SplitAndRotate(torch.autograd.Function):
         # Rotated in place although autograd knows the tensor: a matrix product does not keep its output for backward.
         packed = packed.detach()
         ctx.packed_shape, ctx.heads_per_group, ctx.rotation = packed.shape, heads_per_group, rotation
-        ctx.is_kernel = rotation is not None and launching.uses_kernels(packed)
-        if rotation is not None and ctx.is_kernel:
-            from megatron.core.kernels import rotary as kernels
-
-            return kernels.split_and_rotate(packed, heads_per_group, rotation.cos, rotation.sin, rotation.interleaved)
         if rotation is not None:
             query, key, _ = _split(packed, heads_per_group)
             _rotate_(query, rotation)
@@ -180,12 +156,6 @@ class _SplitAndRotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> Any:
-        if ctx.is_kernel:
-            from megatron.core.kernels import rotary as kernels
-
-            cos, sin, interleaved = ctx.rotation[:3]
-            grads = (grad_query, grad_key, grad_value)
-            return kernels.merge_and_rotate_back(*grads, ctx.heads_per_group, cos, sin, interleaved), None, None
         # The three gradients are written straight to their places in the packed one.
         packed = grad_query.new_empty(ctx.packed_shape)
         query, key, value = _split(packed, ctx.heads_per_group)
@@ -199,6 +169,9 @@ class _SplitAndRotate(torch.autograd.Function):
         return packed, None, None
 
 
+@by_kernel(
+    "megatron.core.kernels.rotary:split_and_rotate", "packed", fits=lambda packed, heads, rotation: rotation is not None
+)
 def split_and_rotate(packed: Tensor, heads_per_group: int, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
     """`split_qkv`, then `apply_rotary` on queries and keys, in the memory of `packed`, which is overwritten."""
     if torch.is_inference_mode_enabled() and is_cpu(packed):
@@ -233,7 +206,7 @@ def join_latent_heads(
 
 
 class _RotateAndJoin(torch.autograd.Function):
-    """`join_latent_heads` that rotates queries in place, and writes each key once; by a kernel where one runs."""
+    """`join_latent_heads` that rotates queries in place, and writes each key once."""
 
     @staticmethod
     def forward(
@@ -242,12 +215,6 @@ class _RotateAndJoin(torch.autograd.Function):
         ctx.rotation, ctx.plain = rotation, query.shape[-1] - positions.shape[-1]
         # Rotated in place although autograd knows the tensor: a matrix product does not keep its output for backward.
         query = query.detach()
-        turns_all = rotation is not None and rotation.channels == positions.shape[-1]
-        ctx.is_kernel = turns_all and launching.uses_kernels(query, expanded)
-        if rotation is not None and ctx.is_kernel:
-            from megatron.core.kernels import latent_heads as kernels
-
-            return query, *kernels.join(query, expanded, positions, *rotation[:3])
         key = torch.empty_like(query)
         key[..., : ctx.plain] = expanded[..., : ctx.plain]
         key[..., ctx.plain :] = positions if rotation is None else apply_rotary(positions, rotation)
@@ -258,11 +225,6 @@ class _RotateAndJoin(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> Any:
         rotation, plain = ctx.rotation, ctx.plain
-        if ctx.is_kernel:
-            from megatron.core.kernels import latent_heads as kernels
-
-            shared = grad_query.shape[-1] - plain
-            return *kernels.separate(grad_query, grad_key, grad_value, shared, *rotation[:3]), None
         grad_expanded = torch.cat((grad_key[..., :plain], grad_value), dim=-1)
         grad_positions = grad_key[..., plain:].sum(dim=2, keepdim=True)
         if rotation is None:
@@ -274,6 +236,11 @@ class _RotateAndJoin(torch.autograd.Function):
         return turned_query, grad_expanded, turned_positions, None
 
 
+def _turns_all(query: Tensor, expanded: Tensor, positions: Tensor, rotation: Rotation | None) -> bool:
+    return rotation is not None and rotation.channels == positions.shape[-1]
+
+
+@by_kernel("megatron.core.kernels.latent_heads:rotate_and_join", "query", "expanded", fits=_turns_all)
 def rotate_and_join_latent_heads(
     query: Tensor, expanded: Tensor, positions: Tensor, rotation: Rotation | None
 ) -> tuple[Tensor, Tensor, Tensor]:

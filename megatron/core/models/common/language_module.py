@@ -9,13 +9,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from megatron.core.kernels import launching
 from megatron.core.placement import get_placement, place
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.cross_entropy import fused_vocab_parallel_cross_entropy, vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.parameters import by_blocks_of_rows
-from megatron.core.tensor_parallel.products import at_least_float32, choose_product
+from megatron.core.tensor_parallel.products import choose_product
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.execution.fp8_layers import multiply_in_fp8
 from megatron.core.transformer.initialisers import embedding_initialiser, output_layer_initialiser
@@ -101,11 +100,7 @@ class LanguageModule(MegatronModule):
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Loss of every token, [b, s] float32. labels [b, s]; logits [s, b, v / tp], overwritten if float32, with
         cross_entropy_loss_fusion, or where the loss is a kernel."""
-        group = self.pg_collection.tp
-        # A kernel computes in float32 as it reads, and needs no copy in either case.
-        if self.config.cross_entropy_loss_fusion or launching.uses_kernels(logits):
-            loss = fused_vocab_parallel_cross_entropy(logits, labels.t(), tp_group=group)  # [s, b]
-        else:
-            # A float32 copy of 16-bit logits, which the loss then overwrites with their gradient.
-            loss = vocab_parallel_cross_entropy(at_least_float32(logits), labels.t(), tp_group=group)  # [s, b]
+        is_fused = self.config.cross_entropy_loss_fusion
+        compute = fused_vocab_parallel_cross_entropy if is_fused else vocab_parallel_cross_entropy
+        loss = compute(logits, labels.t(), tp_group=self.pg_collection.tp)  # [s, b]
         return loss.t().contiguous()  # [s, b] -> [b, s]

@@ -8,18 +8,19 @@ import torch
 from megatron.core.activations import find_activation
 from megatron.core.device import current_device, is_cpu, is_cuda
 from megatron.core.kernels import launching
+from megatron.core.operation_table import Case, choose
 from megatron.core.plan.read import read_plan
 from megatron.core.tensor_parallel.parameters import parameter_dtype
 from megatron.core.tensor_parallel.products import accumulates_weight_grads, choose_product, onednn_is_faster
-from megatron.core.transformer.attention import uses_fused_rope
+from megatron.core.transformer.attention import choose_rotary
 from megatron.core.transformer.core_attention.interface import AttentionOptions
 from megatron.core.transformer.core_attention.select import build_attention_backend
 from megatron.core.transformer.execution.fp8_layers import read_fp8_recipe
-from megatron.core.transformer.mlp import uses_fused_activation
+from megatron.core.transformer.mlp import choose_activate
 from megatron.core.transformer.moe.grouped_products import BatchedMatmul, GroupedMatmul, choose_expert_product
-from megatron.core.transformer.moe.permutation import uses_fused_permutation
+from megatron.core.transformer.moe.permutation import choose_permutation
 from megatron.core.transformer.norms import choose_norm
-from megatron.core.transformer.residual_branch import uses_fused_bias_dropout
+from megatron.core.transformer.residual_branch import choose_residual_sum
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -33,12 +34,6 @@ def describe_operations(
     """
     # The names come from the objects that layers would build, so that the log cannot say something else than what runs.
     device = current_device() if device is None else device
-    plain = "compiled by torch.compile" if config.compile else "elementary operations"
-
-    def fused_or_plain(is_fused: bool, fused: str) -> str:
-        return fused if is_fused else plain
-
-    by_kernel = "one kernel each way" if launching.kernels_work(device) else "fused"
     attending = [layer for layer in read_plan(config).decoder if {"attention", "latent_attention"} & set(layer.kinds)]
     layers = [AttentionOptions.from_config(config, layer.number) for layer in attending]
     # Layers may differ (sliding windows), but equal names are said once.
@@ -48,24 +43,23 @@ def describe_operations(
     if config.is_compressed:
         layer_backends.append("a window and compressed entries, by blocks of queries")
     experts = {} if config.num_moe_experts is None else describe_expert_operations(config, device, engine)
+    loss = "fused" if config.cross_entropy_loss_fusion else "elementary"
     gate = "gated " if config.gated_linear_unit else ""
-    what = "joining of latent heads" if config.multi_latent_attention else "query-key-value split"
-    fused_rope = fused_or_plain(uses_fused_rope(config), f"{by_kernel} with the {what}, in place")
+    rotation = choose_rotary(config, device)
     # What a norm has made is rotated by itself.
-    if launching.kernels_work(device) and config.apply_rope_fusion and not (uses_fused_rope(config) or config.compile):
-        fused_rope = "one kernel each way for queries, and one for keys"
+    is_apart = config.apply_rope_fusion and not (rotation.is_fused or config.compile)
+    by_itself = is_apart and launching.kernels_work(device)
     assert config.hidden_size is not None
-    rotary = {"rotary positions": fused_rope} if config.rotates_heads else {}
+    rotary = {"rotary positions": "one kernel each way for queries, and one for keys" if by_itself else rotation.name}
     return {
         "linear": _describe_linear(config, device) if engine is None else engine,
         "attention": "; ".join(dict.fromkeys(layer_backends)),
         "norm": f"{config.normalization}, {choose_norm(config, config.hidden_size, device).way.name}",
-        "activation": f"{gate}{find_activation(config.activation_func).name}, "
-        + fused_or_plain(uses_fused_activation(config), f"{by_kernel}, keeps only its input"),
-        **rotary,
+        "activation": f"{gate}{find_activation(config.activation_func).name}, " + choose_activate(config, device).name,
+        **(rotary if config.rotates_heads else {}),
         **experts,
-        "bias, dropout, residual": fused_or_plain(uses_fused_bias_dropout(config), "in place"),
-        "cross entropy": f"vocabulary-parallel, {_describe_loss(config, device)}",
+        "bias, dropout, residual": choose_residual_sum(config, device).name,
+        "cross entropy": f"vocabulary-parallel, {choose('cross entropy', Case(loss, device)).way.name}",
         **describe_kernels(device),
         "layers": _describe_launching(config),
     }
@@ -85,12 +79,6 @@ def describe_kernels(device: torch.device) -> dict[str, str]:
         return {}
     obstacle = launching.find_obstacle(device)
     return {"kernels": "Triton" if obstacle is None else f"PyTorch's own alone: {obstacle}"}
-
-
-def _describe_loss(config: TransformerConfig, device: torch.device) -> str:
-    if launching.kernels_work(device):
-        return "one kernel each way, from logits as they are"
-    return "from logits as they are" if config.cross_entropy_loss_fusion else "gradient formed in the logits' memory"
 
 
 def _describe_linear(config: TransformerConfig, device: torch.device) -> str:
@@ -133,9 +121,8 @@ def describe_expert_operations(
         adds_to_float32 = accumulates_weight_grads(config) and dtype != torch.float32
         if GroupedMatmul.name in products and adds_to_float32 and launching.kernels_work(device):
             products.append("weight gradients added in float32 by a kernel")
-    fused = "one differentiable operation each, without atomic adds"
     return {
         "products of experts": "; ".join(dict.fromkeys(products)),
         "tokens to experts and back": f"{config.moe_token_dispatcher_type}, sorted and summed by "
-        + (fused if uses_fused_permutation(config, device) else "elementary operations"),
+        + choose_permutation(config, device).name,
     }

@@ -33,7 +33,6 @@ from megatron.core.transformer.mlp import (
     build_activation,
     choose_activate,
     list_gate_and_up,
-    uses_fused_activation,
 )
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.grouped_products import choose_expert_product
@@ -143,9 +142,11 @@ class Experts(MegatronModule):
         number, width, inner = config.num_moe_experts, config.expert_channels, config.moe_ffn_hidden_size
         assert number is not None and inner is not None
         self.activation = build_activation(config, config.moe_mlp_glu_interleave_size)
-        self.activate = choose_activate(config)
+        way = choose_activate(config)
+        self.activate: Activate = way.load()
+        self.is_fused = way.is_fused
         self.weighs_input = config.moe_apply_probs_on_input
-        fused_gate = config.gated_linear_unit and uses_fused_activation(config)
+        fused_gate = config.gated_linear_unit and way.is_fused
         self.fuses_weights = config.use_fused_weighted_squared_relu or fused_gate
         self.weigh = weigh_activated
         ep, etp = pg_collection.ep, pg_collection.expt_tp
@@ -213,7 +214,7 @@ class Experts(MegatronModule):
 
     def compile_regions(self, compiled: Compile[Any]) -> None:
         """See compiled_regions.py."""
-        if not uses_fused_activation(self.config):
+        if not self.is_fused:
             # With its weight one region; where backward computes it again, only the activation is one.
             self.weigh = compiled(self.weigh)
             self.activate = compiled(self.activate) if "moe_act" in self.recomputed else self.activate

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.fp8 import Operand
-from megatron.core.kernels import launching
+from megatron.core.kernels.launching import by_kernel
 from megatron.core.tensor_parallel.fp8_products import GRAD, INPUT, FP8Matmul
 from megatron.core.tensor_parallel.packed_products import OrderedCopies
 from megatron.core.tensor_parallel.products import Kept, Product, accumulates_weight_grads, add_weight_grad
@@ -90,17 +90,10 @@ class GroupedMatmul(ExpertByExpert):
             return super().weight_grad(grad, x, weight, main_grad, ends)
         assert _grouped_mm is not None and ends is not None
         grad = grad.contiguous()
-        if main_grad is not None and _adds_by_kernel(grad, x, main_grad):
-            from megatron.core.kernels.expert_weight_grads import add_weight_grads
-
-            add_weight_grads(grad, x, ends, main_grad)
-            return None
+        if main_grad is not None:
+            return _add_weight_grads(grad, x, ends, main_grad)
         result: Tensor = _grouped_mm(grad.t(), x, offs=ends)
-        if main_grad is None:
-            return result
-        # grouped_mm cannot add to what is there: a temporary as large as the weights.
-        main_grad.add_(result)
-        return None
+        return result
 
     def _multiply_rows(self, x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
         assert _grouped_mm is not None
@@ -110,10 +103,16 @@ class GroupedMatmul(ExpertByExpert):
         return result
 
 
-def _adds_by_kernel(grad: Tensor, x: Tensor, main_grad: Tensor) -> bool:
-    """Return whether a kernel of ours adds weight gradients to main_grad: 16-bit operands, a sum in float32."""
-    is_mixed = grad.dtype == x.dtype != main_grad.dtype == torch.float32
-    return is_mixed and launching.uses_kernels(grad, x, main_grad)
+def _is_mixed(grad: Tensor, x: Tensor, ends: Tensor, main_grad: Tensor) -> bool:
+    """Return True for 16-bit operands and a sum in float32."""
+    return grad.dtype == x.dtype != main_grad.dtype == torch.float32
+
+
+@by_kernel("megatron.core.kernels.expert_weight_grads:add_weight_grads", "grad", "x", "main_grad", fits=_is_mixed)
+def _add_weight_grads(grad: Tensor, x: Tensor, ends: Tensor, main_grad: Tensor) -> None:
+    # grouped_mm cannot add to what is there: a temporary as large as the weights.
+    assert _grouped_mm is not None
+    main_grad.add_(_grouped_mm(grad.t(), x, offs=ends))
 
 
 class BatchedMatmul(ExpertByExpert):

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.device import is_cpu
-from megatron.core.kernels import launching
+from megatron.core.kernels.launching import by_kernel
+from megatron.core.operation_table import Case, OperationWay, choose
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -103,11 +104,13 @@ class _Unpermute(torch.autograd.Function):
         return _copy_to_slots(grad, ctx.saved_tensors[0], ctx.slots_per_token, ctx.padded), None, None, None, None
 
 
-def _copy_to_slots(x: Tensor, order: Tensor, slots_per_token: int, padded: bool) -> Tensor:
-    if x.dim() == 2 and launching.uses_kernels(x):
-        from megatron.core.kernels.combine import copy_tokens_to_rows
+def _has_rows(x: Tensor, *_: Any) -> bool:
+    """Return whether x is [n, h], and not a number for each row."""
+    return x.dim() == 2
 
-        return copy_tokens_to_rows(x, order, slots_per_token)
+
+@by_kernel("megatron.core.kernels.combine:copy_tokens_to_rows", "x", fits=_has_rows)
+def _copy_to_slots(x: Tensor, order: Tensor, slots_per_token: int, padded: bool) -> Tensor:
     tokens = order // slots_per_token
     if not padded:
         return x.index_select(0, tokens)
@@ -118,12 +121,8 @@ def _copy_to_slots(x: Tensor, order: Tensor, slots_per_token: int, padded: bool)
     return rows.masked_fill_((tokens == x.shape[0]).view(-1, *[1] * (x.dim() - 1)), 0.0)
 
 
+@by_kernel("megatron.core.kernels.combine:sum_rows_of_tokens", "rows", fits=_has_rows)
 def _sum_slots(rows: Tensor, order: Tensor, tokens: int, slots_per_token: int, padded: bool = False) -> Tensor:
-    if rows.dim() == 2 and launching.uses_kernels(rows):
-        from megatron.core.kernels.combine import sum_rows_of_tokens
-
-        is_whole = not padded and order.shape[0] == tokens * slots_per_token
-        return sum_rows_of_tokens(rows, order, tokens, slots_per_token, is_whole=is_whole)
     if padded:
         # One slot more takes the rows of none, and is left out.
         slots = rows.new_zeros(tokens * slots_per_token + 1, *rows.shape[1:])
@@ -137,10 +136,11 @@ def _sum_slots(rows: Tensor, order: Tensor, tokens: int, slots_per_token: int, p
     return flat if slots_per_token == 1 else flat.unflatten(0, (tokens, slots_per_token)).sum(dim=1)
 
 
-def uses_fused_permutation(config: TransformerConfig, device: torch.device) -> bool:
-    """Return whether tokens are sent to experts and back by the fused forms: where asked for, and on a GPU, whose
-    reference forms add in an order that changes from run to run."""
-    return config.moe_permute_fusion or not is_cpu(device)
+def choose_permutation(config: TransformerConfig, device: torch.device) -> OperationWay:
+    """Choose a way of sending tokens to experts and back: fused where asked for, and on a GPU, where the reference
+    forms add in an order that changes from run to run. No compiler sees either."""
+    is_fused = config.moe_permute_fusion or not is_cpu(device)
+    return choose("permutation", Case("fused" if is_fused else "elementary", device)).way
 
 
 def permute(x: Tensor, order: Tensor, slots_per_token: int, padded: bool = False) -> Tensor:

@@ -35,13 +35,13 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.moe.permutation import (
     Sorted,
+    choose_permutation,
     pad_slots,
     permute,
     permute_reference,
     sort_slots,
     unpermute,
     unpermute_reference,
-    uses_fused_permutation,
 )
 from megatron.core.transformer.moe.routing import Routing, compute_capacity
 from megatron.core.transformer.moe.row_exchange import RowExchange
@@ -86,7 +86,7 @@ class TokenDispatcher(ABC):
         self.has_equal_rows = config.moe_pad_expert_input_to_capacity
         self.multiple = _QUANTIZATION_ROWS if config.moe_router_padding_for_quantization else 1
         self.pads = self.has_equal_rows or config.moe_router_padding_for_quantization
-        fused = uses_fused_permutation(config, current_device())
+        fused = choose_permutation(config, current_device()).is_fused
         self.permute: Callable[..., Tensor] = permute if fused else permute_reference
         self.unpermute: Callable[..., Tensor] = unpermute if fused else unpermute_reference
         if self.pads:
