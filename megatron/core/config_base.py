@@ -134,9 +134,12 @@ def _value_type(hint: Any) -> tuple[type, str | None, tuple[Any, ...] | None]:
 
 
 def _broken_fields(config: Any) -> dict[str, str]:
-    found = {
-        name: find_field_problem(setting, getattr(config, name)) for name, setting in get_settings(type(config)).items()
-    }
+    found = {}
+    for name, setting in get_settings(type(config)).items():
+        value = getattr(config, name)
+        # A default is right, unless it stands for what must be given: most fields of most configs have theirs.
+        if value is not setting.default or setting.example is not None:
+            found[name] = find_field_problem(setting, value)
     return {name: problem for name, problem in found.items() if problem is not None}
 
 
