@@ -20,9 +20,9 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from megatron.core.errors import ConfigError, command_line  # noqa: E402
-from megatron.core.setting import Status, describe_expected  # noqa: E402
+from megatron.core.setting import Setting, Status, describe_expected  # noqa: E402
 from megatron.training.flags.declarations import declared_flags, program_flags  # noqa: E402
-from megatron.training.flags.flag import Flag, FormerFlag, former_flags, table_flags  # noqa: E402
+from megatron.training.flags.flag import FormerFlag, former_flags, table_flags  # noqa: E402
 from megatron.training.flags.read import shown_value  # noqa: E402
 from tools.write_docs import WITHOUT_PROGRAMS, write_documents  # noqa: E402
 
@@ -55,12 +55,12 @@ This file is written by `python tools/list_flags.py --write`.
 """
 
 
-def list_all_flags() -> list[Flag]:
+def list_all_flags() -> list[Setting]:
     """Return every flag of today."""
     return [*program_flags(), *declared_flags(), *table_flags()]
 
 
-def select_by_status(status: Status) -> list[Flag]:
+def select_by_status(status: Status) -> list[Setting]:
     """Return the flags of one status."""
     return [flag for flag in list_all_flags() if flag.status == status]
 

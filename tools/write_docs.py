@@ -29,9 +29,9 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from megatron.core.errors import ConfigError, command_line  # noqa: E402
-from megatron.core.setting import describe_expected  # noqa: E402
+from megatron.core.setting import Setting, describe_expected  # noqa: E402
 from megatron.training.flags.declarations import declared_flags, program_flags  # noqa: E402
-from megatron.training.flags.flag import Flag, former_flags, table_flags  # noqa: E402
+from megatron.training.flags.flag import former_flags, table_flags  # noqa: E402
 from megatron.training.flags.read import shown_value  # noqa: E402
 
 PLACES = ("docs", ".github/skills")
@@ -81,7 +81,7 @@ def show_flags(words: str, page: Path) -> str:
     return "\n".join(rows)
 
 
-def find_flags() -> dict[str, Flag]:
+def find_flags() -> dict[str, Setting]:
     """Every flag of today by each of its spellings."""
     return {name: flag for flag in (*program_flags(), *declared_flags(), *table_flags()) for name in flag.spellings}
 

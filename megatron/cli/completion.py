@@ -15,9 +15,9 @@ from collections.abc import Iterator
 
 from megatron.cli.commands import COMMANDS
 from megatron.core.errors import command_line
+from megatron.core.setting import Setting
 from megatron.training.flags.argument import ProgramParser
 from megatron.training.flags.declarations import declared_flags, program_flags
-from megatron.training.flags.flag import Flag
 from megatron.training.recipes.presets import PRESETS
 
 PROGRAMS = ("torchrun", "python", "python3", "megatron-train", "./pretrain_gpt.py")
@@ -48,12 +48,12 @@ unset _megatron_program
 """
 
 
-def list_flags() -> list[Flag]:
+def list_flags() -> list[Setting]:
     """The flags of training that work, in the order of the settings."""
     return [flag for flag in program_flags() + declared_flags() if flag.status == "works"]
 
 
-def _list_values(flag: Flag) -> list[str]:
+def _list_values(flag: Setting) -> list[str]:
     if flag.dest == "preset":
         return ["list", *PRESETS]
     return [] if flag.choices is None or flag.is_switch else [str(choice) for choice in flag.offered_choices]

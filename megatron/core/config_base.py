@@ -76,14 +76,9 @@ def get_settings(config_class: Any) -> dict[str, Setting]:
 @functools.cache
 def _read_settings(config_class: type) -> dict[str, Setting]:
     hints = _annotations(config_class)
-    kinds: dict[str, FieldKind | None] = {}
     # Bases first, so that the class that declares a field again decides.
-    for owner in reversed(config_class.__mro__):
-        kinds |= dict.fromkeys(vars(owner).get("__annotations__", {}), vars(owner).get("usual_kind"))
-    return {
-        f.name: _setting(f, {**f.metadata.get(_FLAG, {})}, hints.get(f.name, Any), kinds[f.name])
-        for f in dataclasses.fields(config_class)
-    }
+    owners = {name: cls for cls in reversed(config_class.__mro__) for name in vars(cls).get("__annotations__", {})}
+    return {f.name: _setting(f, hints.get(f.name, Any), owners[f.name]) for f in dataclasses.fields(config_class)}
 
 
 def _annotations(config_class: type) -> dict[str, Any]:
@@ -94,8 +89,9 @@ def _annotations(config_class: type) -> dict[str, Any]:
         return typing.get_type_hints(config_class.__mro__[1], localns=names, include_extras=True)
 
 
-def _setting(field: dataclasses.Field[Any], says: dict[str, Any], hint: Any, usual_kind: FieldKind | None) -> Setting:
-    """Complete what a field says by its name, its type and its class."""
+def _setting(field: dataclasses.Field[Any], hint: Any, owner: type) -> Setting:
+    """Complete what a field says by its name, its type and the class that declares it."""
+    says = dict(field.metadata.get(_FLAG, {}))
     hint, is_path = strip_path_mark(hint)
     value_type, nargs, choices = _value_type(hint)
     default = field.default if field.default is not dataclasses.MISSING else None
@@ -107,13 +103,14 @@ def _setting(field: dataclasses.Field[Any], says: dict[str, Any], hint: Any, usu
     # Every switch that is on by default can be switched off, and can also be spelled positively.
     if value_type is bool and default is True and not says.get("hidden"):
         says.setdefault("off_names", (f"--no-{written}", f"--disable-{written}"))
-    says["kind"] = says.get("kind") or usual_kind
+    says["kind"] = says.get("kind") or vars(owner).get("usual_kind")
     # Another run than the one that was asked for must not take place with a note.
     assert not says.get("gpu") or says["kind"] not in CHANGES_THE_RUN, f"{field.name} changes numbers"
     found = {"nargs": nargs, "choices": choices, **says}
     return Setting(
         dest=field.name, names=names + aliases, value_type=value_type, default=default, annotation=hint,
-        is_path=is_path, **found,
+        is_path=is_path, owner=owner, group=(owner.__doc__ or owner.__name__).strip().splitlines()[0].rstrip("."),
+        **found,
     )  # fmt: skip
 
 

@@ -6,13 +6,17 @@ The command line judges what it has parsed, a config what it was given, both her
 
 from __future__ import annotations
 
+import ast
 import functools
 import math
 import operator
+import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 # What an int64 tensor, and thus a checkpoint, can hold.
@@ -121,6 +125,15 @@ class Setting:
     """The field's type as a whole."""
     is_path: bool = False
     """True if the value, or each of its values, names a file or a directory."""
+    owner: type | None = None
+    """Class that declares the field; None for a flag without one."""
+    group: str = ""
+    """Heading in the help: what the flags of one class have in common."""
+
+    @property
+    def help(self) -> str:
+        """The field's docstring. Found when asked for, because reading a command line does not need it."""
+        return "" if self.owner is None else _read_field_docs(self.owner).get(self.dest, "")
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -154,6 +167,33 @@ class Setting:
             return str(value)
         written = (" " if self.nargs else ",").join(map(str, value))
         return f"[{written}]" if isinstance(value, list) and not self.nargs else written
+
+
+@functools.cache
+def _read_field_docs(cls: type) -> dict[str, str]:
+    """The string literal below each field of this class."""
+    # Python keeps no docstrings of fields, so the source is read: one text serves the reader of the code and --help.
+    # Not inspect.getsource, which tokenizes the whole file, and only the fields, because all that is parsed here is
+    # parsed at every --help.
+    _, header, rest = _read_source(cls.__module__).partition(f"\nclass {cls.__name__}(")
+    definition = ast.parse(header + re.split(_AFTER_FIELDS, rest, maxsplit=1)[0]).body[0]
+    body = typing.cast(ast.ClassDef, definition).body
+    docs = {}
+    for statement, below in zip(body, body[1:], strict=False):
+        is_doc = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+        if is_doc and isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            text = typing.cast(ast.Constant, typing.cast(ast.Expr, below).value).value
+            docs[statement.target.id] = " ".join(str(text).split())
+    return docs
+
+
+# A method, a decorator, or the two empty lines after a class.
+_AFTER_FIELDS = r"\n    (?:def |@)|\n\n\n"
+
+
+@functools.cache
+def _read_source(module_name: str) -> str:
+    return Path(str(sys.modules[module_name].__file__)).read_text(encoding="utf-8")
 
 
 def find_value_problem(setting: Setting, value: Any, text: str | None = None) -> str | None:

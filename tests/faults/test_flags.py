@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 
 from megatron.core.errors import ConfigError
 from megatron.core.flag_texts import LONGEST, layer_pattern
+from megatron.core.setting import Setting
 from megatron.training.flags.declarations import declared_flags, known_flags
-from megatron.training.flags.flag import Flag, table_flags
+from megatron.training.flags.flag import table_flags
 from megatron.training.flags.parser import unknown_flag
 from megatron.training.flags.read import examine, read_run_config
 from tests.golden.flag_cases import rows
@@ -121,7 +122,7 @@ BAD_NUMBERS = [
 
 
 @pytest.mark.parametrize("flag", NUMERIC, ids=lambda flag: flag.name)
-def test_F2_bad_numbers(flag: Flag) -> None:
+def test_F2_bad_numbers(flag: Setting) -> None:
     """Each names the flag, the value and the range."""
     negative = [] if flag.value_type is float and flag.minimum is None and flag.parse is None else ["-5"]
     for text in [*BAD_NUMBERS, *negative, "2.5" if flag.value_type is int and flag.parse is None else "nan"]:
@@ -138,7 +139,7 @@ def test_F2_zero_where_it_makes_no_sense() -> None:
 
 @settings(max_examples=150)
 @given(st.sampled_from(VALUED), st.text(max_size=20))
-def test_F2_any_text_is_read_or_refused_with_the_flag_named(flag: Flag, text: str) -> None:
+def test_F2_any_text_is_read_or_refused_with_the_flag_named(flag: Setting, text: str) -> None:
     number = flag.nargs if isinstance(flag.nargs, int) else 1
     argv = [f"{flag.name}={text}"] if flag.nargs is None else [flag.name, *[text.lstrip("-")] * number]
     result = examine([*BASE, *argv], {})
@@ -223,7 +224,7 @@ def test_F5_what_has_no_effect_is_noted(flags: str, world_size: int, note: str) 
     assert any(note in line for line in result.config.notes)
 
 
-def examples(flag: Flag) -> list[list[str]]:
+def examples(flag: Setting) -> list[list[str]]:
     """The flag with each of its choices, both states, or values at the edges of its range."""
     repeats = flag.nargs if isinstance(flag.nargs, int) else 1
     if flag.is_switch:

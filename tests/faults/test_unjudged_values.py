@@ -8,9 +8,9 @@ import random
 import pytest
 
 from megatron.core.config_base import check, unchecked
+from megatron.core.setting import Setting
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.flags.declarations import declared_flags
-from megatron.training.flags.flag import Flag
 from megatron.training.flags.read import examine
 
 REQUIRED = {"--num-layers": "2", "--hidden-size": "32", "--num-attention-heads": "2"}
@@ -28,7 +28,7 @@ def examine_without(left_out: str | None, *words: str, world_size: int = 2) -> l
     return [problem.text for problem in problems]
 
 
-def draw_words(flag: Flag, rng: random.Random) -> list[str]:
+def draw_words(flag: Setting, rng: random.Random) -> list[str]:
     """The flag with a value, which may be one that nobody should give."""
     if flag.is_switch:
         return [rng.choice(flag.spellings)]

@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.core.errors import NonFiniteError
+from megatron.core.setting import Setting
 from megatron.training.flags.declarations import declared_flags
-from megatron.training.flags.flag import Flag
 from tests.faults.small_datasets import write_dataset
 from tests.functional.pretrain_runs import PRETRAIN, environment
 from tests.preprocess_runs import HF_FLAGS
@@ -91,13 +91,13 @@ def draw_input(seed: int) -> HostileCase:
 
 
 @functools.cache
-def _working_flags() -> tuple[Flag, ...]:
+def _working_flags() -> tuple[Setting, ...]:
     # --trust-remote-code does what its name says, --traceback asks for one, and compiling takes a minute.
     unwanted = {"--trust-remote-code", "--traceback", "--compile"}
     return tuple(flag for flag in declared_flags() if flag.status == "works" and flag.name not in unwanted)
 
 
-def _spell(flag: Flag, texts: list[str]) -> list[str]:
+def _spell(flag: Setting, texts: list[str]) -> list[str]:
     # In one word, so that a value that looks like a flag reaches it.
     return [f"{flag.name}={texts[0]}"] if flag.nargs is None else [flag.name, *texts]
 

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.config_base import get_settings, restore, unchecked
+from megatron.core.config_base import restore, unchecked
 from megatron.core.errors import ConfigError
 from megatron.training.config.layout_relations import LAYOUT_RELATIONS
 from megatron.training.config.model_relations import MODEL_RELATIONS
 from megatron.training.config.relations import LOOP_RELATIONS, RELATIONS, derive_across_groups
-from megatron.training.config.run_groups import RunGroups, group_classes, groups_of_fields
+from megatron.training.config.run_groups import RunGroups, group_classes, groups_of_fields, list_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +44,9 @@ class RunConfig(RunGroups):
 
     def flag_values(self) -> dict[str, Any]:
         """Flag -> value of every setting, in the form of `to_dict`; what must be equal on all ranks of a job."""
-        plain, classes = self.to_dict(), group_classes()
-        return {
-            get_settings(classes[group])[name].name: value for group in classes for name, value in plain[group].items()
-        }
+        plain = self.to_dict()
+        settings = ((plain[group], setting) for group, setting in list_settings())
+        return {setting.name: values[setting.dest] for values, setting in settings if setting.dest in values}
 
     def with_groups(self, **groups: Any) -> RunConfig:
         """A copy with other groups in place of some. It is not checked: for settings of an earlier run, which were."""
@@ -88,10 +87,9 @@ class Fields:
         self.run, self.given, self.world_size = run, given, run.world_size
 
     def __getattr__(self, name: str) -> Any:
-        group = groups_of_fields().get(name)
-        if group is None:
+        if name not in groups_of_fields():
             raise AttributeError(name)
-        return getattr(getattr(self.run, group), name)
+        return self.run.read(name)
 
 
 def _plain_fields(config: Any) -> dict[str, Any]:

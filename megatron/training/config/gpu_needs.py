@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.config_base import get_settings
 from megatron.core.setting import NeedsGPU
 from megatron.training.config.container import Fields, RunConfig
-from megatron.training.config.run_groups import group_classes, groups_of_fields
+from megatron.training.config.run_groups import groups_of_fields, list_settings
 
 
 def describe_gpu_needs(config: RunConfig) -> list[str]:
@@ -34,6 +33,5 @@ def replace_gpu_settings(config: RunConfig) -> list[str]:
 
 def _find_wishes(config: RunConfig) -> Iterator[tuple[str, NeedsGPU]]:
     fields = Fields(config, frozenset())
-    for config_class in group_classes().values():
-        for name, setting in get_settings(config_class).items():
-            yield from ((name, wish) for wish in setting.gpu if wish.asked(fields))
+    for _, setting in list_settings():
+        yield from ((setting.dest, wish) for wish in setting.gpu if wish.asked(fields))

@@ -11,6 +11,7 @@ from typing import Any
 from megatron.core.config_base import CheckedConfig, get_settings
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.setting import Setting
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig, TokenizerConfig
@@ -96,14 +97,17 @@ class RunGroups:
         letters, linear = self.model.hybrid_layer_pattern, self.model.linear_attention_freq
         return self.gpt.transformer_impl == "transformer_engine" or letters is not None or linear is not None
 
+    def read(self, name: str) -> Any:
+        """The value of a setting of any group."""
+        return getattr(getattr(self, groups_of_fields()[name]), name)
+
     def say(self, name: str) -> str:
         """A setting of any group as a user writes it: `--micro-batch-size 2`, `--no-rope-fusion`."""
-        group = groups_of_fields()[name]
-        return get_settings(group_classes()[group])[name].spell(getattr(getattr(self, group), name))
+        return find_setting(name).spell(self.read(name))
 
     def flag(self, name: str) -> str:
         """The flag of a setting of any group: `--micro-batch-size`."""
-        return get_settings(group_classes()[groups_of_fields()[name]])[name].name
+        return find_setting(name).name
 
 
 @functools.cache
@@ -113,18 +117,23 @@ def group_classes() -> dict[str, type[CheckedConfig]]:
     return {name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, CheckedConfig)}
 
 
-def _is_hidden(config_class: type[CheckedConfig], name: str) -> bool:
-    return not get_settings(config_class)[name].names[0].startswith("--")
+@functools.cache
+def list_settings() -> tuple[tuple[str, Setting], ...]:
+    """The settings of all groups, hidden ones too, each with the name of its group."""
+    classes = group_classes().items()
+    return tuple((group, setting) for group, cls in classes for setting in get_settings(cls).values())
 
 
 @functools.cache
 def groups_of_fields() -> dict[str, str]:
-    """Name of each setting and the group that declares it."""
-    declared = ((name, group) for group, config_class in group_classes().items() for name in get_settings(config_class))
+    """Name of each setting and the group that declares it: the first one with a flag. Others that have the same name
+    follow that one."""
     owners: dict[str, str] = {}
-    for name, group in declared:
-        # The first group with a flag declares it: others that have the same name follow that one.
-        owner = group_classes().get(owners.get(name, ""))
-        if owner is None or (_is_hidden(owner, name) and not _is_hidden(group_classes()[group], name)):
-            owners[name] = group
+    for group, setting in sorted(list_settings(), key=lambda entry: entry[1].hidden):
+        owners.setdefault(setting.dest, group)
     return owners
+
+
+def find_setting(name: str) -> Setting:
+    """The setting of this name, of the group that declares it."""
+    return get_settings(group_classes()[groups_of_fields()[name]])[name]

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron.core.config_base import get_settings
 from megatron.core.errors import ConfigError
+from megatron.core.setting import Setting
 from megatron.training.config.data import TokenizerConfig
-from megatron.training.flags.flag import Flag, flags_of, formers_by_name, table_flags
+from megatron.training.flags.flag import formers_by_name, table_flags
 from megatron.training.flags.given import ParsedFlags, translate
 
 
@@ -69,7 +71,7 @@ class ToolHelpFormatter(argparse.RawDescriptionHelpFormatter):
 class _Record(argparse.Action):
     """Records the values of one flag in the ParsedFlags."""
 
-    def __init__(self, flag: Flag, parsed: ParsedFlags, **settings: Any) -> None:
+    def __init__(self, flag: Setting, parsed: ParsedFlags, **settings: Any) -> None:
         super().__init__(**settings)
         self.flag = flag
         self.parsed = parsed
@@ -79,7 +81,7 @@ class _Record(argparse.Action):
         self.parsed.give(self.flag, option_string or self.flag.name, texts, "command line")
 
 
-def add_flag(container: Any, flag: Flag, parsed: ParsedFlags, shown: bool) -> None:
+def add_flag(container: Any, flag: Setting, parsed: ParsedFlags, shown: bool) -> None:
     """Declare one flag to argparse."""
     container.add_argument(
         *flag.spellings,
@@ -97,11 +99,11 @@ _LONGEST_CHOICES = 40
 """Characters of a list of choices that stands for the value; a longer one is part of the text."""
 
 
-def _list_choices(flag: Flag) -> str:
+def _list_choices(flag: Setting) -> str:
     return "{" + ",".join(map(str, flag.offered_choices)) + "}"
 
 
-def _name_value(flag: Flag) -> str | tuple[str, ...]:
+def _name_value(flag: Setting) -> str | tuple[str, ...]:
     """Return what stands for a value in the help."""
     if flag.choices is None or flag.metavar:
         return flag.metavar or {int: "N", float: "X"}.get(flag.value_type, "TEXT")
@@ -109,7 +111,7 @@ def _name_value(flag: Flag) -> str | tuple[str, ...]:
     return choices if len(choices) <= _LONGEST_CHOICES else "NAME"
 
 
-def format_values(flag: Flag, named: bool = False) -> str:
+def format_values(flag: Setting, named: bool = False) -> str:
     """The values after a flag's name in the help: ` N`, ` N ...`, ` {auto,flash}`. named: choices are ` NAME`."""
     if flag.is_switch:
         return ""
@@ -121,7 +123,7 @@ def format_values(flag: Flag, named: bool = False) -> str:
     return {None: f" {value}", "+": f" {value} ...", "*": f" [{value} ...]"}[flag.nargs]
 
 
-def help_text(flag: Flag) -> str:
+def help_text(flag: Setting) -> str:
     """Return the help of a flag: the docstring of its field, its choices where they are many, its unit, its default."""
     unit = f" In {flag.unit}." if flag.unit else ""
     if flag.choices is not None and not flag.metavar and _name_value(flag) == "NAME":
@@ -144,7 +146,7 @@ class TokenizerFlags:
         self._parsed = ParsedFlags()
         group = parser.add_argument_group(_TOKENIZER)
         planned = [flag for flag in table_flags() if flag.group == _TOKENIZER]
-        for flag in [*flags_of(TokenizerConfig, _TOKENIZER), *planned]:
+        for flag in [*get_settings(TokenizerConfig).values(), *planned]:
             add_flag(group, flag, self._parsed, shown=flag.status == "works")
 
     def translated(self, argv: Sequence[str]) -> list[str]:

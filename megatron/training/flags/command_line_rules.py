@@ -7,15 +7,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
+from megatron.core.setting import Setting
 from megatron.training.config.container import RunConfig
 from megatron.training.config.layout_relations import are_parameters_divided, sharding_flag
-from megatron.training.flags.flag import Flag
 
 
 class PlannedFlags:
     """The values of the flags that no config declares, by upstream's name: `planned["mtp_hsm"]`."""
 
-    def __init__(self, flags: Mapping[str, Flag], given: Mapping[str, Any]) -> None:
+    def __init__(self, flags: Mapping[str, Setting], given: Mapping[str, Any]) -> None:
         self._flags, self._given = flags, given
 
     def __getitem__(self, dest: str) -> Any:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 
-from megatron.core.config_base import get_settings
 from megatron.core.errors import ConfigError
 from megatron.core.flag_texts import decimal
 from megatron.core.num_microbatches_calculator import sort_step_schedule
@@ -21,7 +20,7 @@ from megatron.training.config.container import Fields, RunConfig
 from megatron.training.config.layout_relations import sharding_flag
 from megatron.training.config.model_relations import find_what_no_graph_repeats
 from megatron.training.config.relations import compute_schedule_lengths, samples_per_scheduled_iteration
-from megatron.training.config.run_groups import group_classes
+from megatron.training.config.run_groups import list_settings
 
 
 def derive(run: RunConfig, given: Set[str]) -> Iterator[str]:
@@ -357,13 +356,12 @@ def _is_number(text: str) -> bool:
 def idle_notes(run: RunConfig, given: Set[str]) -> Iterator[str]:
     """A note for every setting that was written and has nothing to do, by what its field needs."""
     fields = Fields(run, given)
-    for group, config_class in group_classes().items():
-        config = getattr(run, group)
-        for name, setting in get_settings(config_class).items():
-            if name in given and getattr(config, name) != setting.default:
-                missing = next((needs.words for needs in setting.needs if not needs.met(fields)), None)
-                if missing is not None:
-                    yield f"{run.say(name)} has no effect without {missing}"
+    for group, setting in list_settings():
+        name = setting.dest
+        if name in given and getattr(getattr(run, group), name) != setting.default:
+            missing = next((needs.words for needs in setting.needs if not needs.met(fields)), None)
+            if missing is not None:
+                yield f"{run.say(name)} has no effect without {missing}"
 
 
 def schedule_notes(run: RunConfig) -> Iterator[str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A flag: all that parsing, help, documentation and the status table need to know of it, and where it is defined.
+"""Where flags are defined, and how their texts become values.
 
 fields of configs   the settings that have a place in a RunConfig
 flag_table.tsv      every other upstream flag: planned (with the coming capability) or not supported (with the reason
@@ -10,89 +10,18 @@ former_flags.tsv    spellings of earlier releases that are accepted with a note 
 
 from __future__ import annotations
 
-import ast
 import csv
 import functools
-import inspect
-import re
-import sys
-import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from megatron.core.config_base import get_settings
 from megatron.core.flag_texts import decimal, integer, layer_pattern, window
 from megatron.core.setting import FieldKind, Setting, Status, describe_type_problem, find_value_problem
 
 
-@dataclass(frozen=True, kw_only=True)
-class Flag(Setting):
-    """A setting as the help and the documentation show it."""
-
-    group: str = ""
-    """Heading in the help: what the flags of one class have in common."""
-    config: str | None = None
-    """Group of RunConfig that holds the setting; None for the table's flags."""
-    owner: type | None = None
-    """Class that declares the field; None for the table's flags."""
-
-    @property
-    def help(self) -> str:
-        """The field's docstring. Found when asked for, because reading a command line does not need it."""
-        return "" if self.owner is None else field_docs(self.owner).get(self.dest, "")
-
-
-def flags_of(config_class: type, config: str) -> Iterator[Flag]:
-    """Yield a Flag for every field of the config that is not hidden."""
-    # The class that declares a field names its group in the help, also where another config inherits it.
-    owners = {name: cls for cls in reversed(config_class.__mro__) for name in vars(cls).get("__annotations__", {})}
-    for name, setting in get_settings(config_class).items():
-        if not setting.hidden:
-            owner = owners[name]
-            yield Flag(**vars(setting), group=_read_heading(owner), config=config, owner=owner)
-
-
-@functools.cache
-def _read_heading(cls: type) -> str:
-    return (inspect.getdoc(cls) or cls.__name__).splitlines()[0].rstrip(".")
-
-
-@functools.cache
-def field_docs(cls: type) -> dict[str, str]:
-    """The string literal below each field of this class."""
-    # Python keeps no docstrings of fields, so the source is read: one text serves the reader of the code and --help.
-    body = _parse_fields(cls)
-    docs = {}
-    for statement, below in zip(body, body[1:], strict=False):
-        is_doc = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-        if is_doc and isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            text = typing.cast(ast.Constant, typing.cast(ast.Expr, below).value).value
-            docs[statement.target.id] = " ".join(str(text).split())
-    return docs
-
-
-def _parse_fields(cls: type) -> list[ast.stmt]:
-    """The statements of a class up to its first method; fields stand before."""
-    # Not inspect.getsource, which tokenizes the whole file, and only the fields, because all that is parsed here is
-    # parsed at every --help.
-    _, header, rest = _read_source(cls.__module__).partition(f"\nclass {cls.__name__}(")
-    fields = re.split(_AFTER_FIELDS, rest, maxsplit=1)[0]
-    definition = ast.parse(header + fields).body[0]
-    return typing.cast(ast.ClassDef, definition).body
-
-
-# A method, a decorator, or the two empty lines after a class.
-_AFTER_FIELDS = r"\n    (?:def |@)|\n\n\n"
-
-
-@functools.cache
-def _read_source(module_name: str) -> str:
-    return Path(str(sys.modules[module_name].__file__)).read_text(encoding="utf-8")
-
-
-def parse_value(flag: Flag, text: str) -> Any:
+def parse_value(flag: Setting, text: str) -> Any:
     """One value of a flag. Raises ValueError with the sentence `--flag text is not …; give …`."""
     try:
         value = _choose_parser(flag.value_type, flag.parse)(text)
@@ -144,7 +73,7 @@ class FormerFlag:
 
 
 @functools.cache
-def table_flags() -> tuple[Flag, ...]:
+def table_flags() -> tuple[Setting, ...]:
     """Read the flags of flag_table.tsv."""
     return tuple(_table_flag(row) for row in _rows("flag_table.tsv"))
 
@@ -191,12 +120,12 @@ def _nargs(text: str) -> int | str | None:
     return int(text) if text.isdecimal() else text or None
 
 
-def _table_flag(row: dict[str, str]) -> Flag:
+def _table_flag(row: dict[str, str]) -> Setting:
     value_type, parse = _KINDS[row["kind"]]
     nargs = _nargs(row["nargs"])
     choices = tuple(value_type(choice) for choice in row["choices"].split(",")) if row["choices"] else None
     default, neutral = (_table_value(row[column], value_type, nargs, parse) for column in ("default", "neutral"))
-    return Flag(
+    return Setting(
         dest=row["dest"],
         names=tuple(row["options"].split()),
         off_names=tuple(row["off"].split()),

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.directory import iteration_directory, late
 from megatron.core.dist_checkpointing.durable import read_file
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.paths import explain_no_directory
-from megatron.core.setting import FieldKind
+from megatron.core.setting import FieldKind, Setting
 from megatron.core.transformer.config_fields.adapters import AdapterFields
 from megatron.core.transformer.config_fields.architecture import ArchitectureFields
 from megatron.core.transformer.config_fields.attention import AttentionFields
@@ -36,7 +36,6 @@ from megatron.training.config.checkpoint import find_hf_directory
 from megatron.training.config.data import TokenizerConfig
 from megatron.training.config.model import GPTModelFlags
 from megatron.training.flags.declarations import declared_flags
-from megatron.training.flags.flag import Flag
 from megatron.training.flags.given import Given, ParsedFlags, Problem
 from megatron.training.flags.parser import read_command_line
 from megatron.training.recipes.hf_config import (
@@ -203,7 +202,7 @@ def _enter_values(
             parsed.given[flag.dest] = _given(flag, value)
 
 
-def _given(flag: Flag, value: Any) -> Given:
+def _given(flag: Setting, value: Any) -> Given:
     # JSON has no pairs.
     value = tuple(value) if flag.dest == "window_size" and isinstance(value, list) else value
     return Given(flag, value, flag.spell(value), "checkpoint")

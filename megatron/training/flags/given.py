@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron.core.setting import explain_refusal
-from megatron.training.flags.flag import Flag, FormerFlag, parse_value
+from megatron.core.setting import Setting, explain_refusal
+from megatron.training.flags.flag import FormerFlag, parse_value
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Problem:
 class Given:
     """A setting that the user wrote."""
 
-    flag: Flag
+    flag: Setting
     value: Any
     written: str
     """As the user spelled it, with the place if it is in a file."""
@@ -47,13 +47,13 @@ class ParsedFlags:
     extra: dict[str, Any] = field(default_factory=dict)
     """Values of the flags that the user's script added."""
 
-    def misspelt(self, text: str, *flags: Flag) -> None:
+    def misspelt(self, text: str, *flags: Setting) -> None:
         """Record a problem with what was written, and that the values of these flags are not known."""
         self.problems.append(Problem("spelling", text))
         # Rules that mention a flag whose value could not be read would judge a default instead.
         self.broken.update(name for flag in flags for name in flag.spellings)
 
-    def give(self, flag: Flag, spelling: str, texts: Sequence[str], source: str, place: str = "") -> None:
+    def give(self, flag: Setting, spelling: str, texts: Sequence[str], source: str, place: str = "") -> None:
         """Read the texts after one flag and record the value."""
         try:
             value: Any = [parse_value(flag, text) for text in texts]

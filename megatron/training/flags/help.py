@@ -16,10 +16,11 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 from megatron.core.errors import ConfigError
-from megatron.training.config.run_groups import group_classes
+from megatron.core.setting import Setting
+from megatron.training.config.run_groups import group_classes, groups_of_fields
 from megatron.training.flags.argument import format_values, help_text
 from megatron.training.flags.declarations import declared_flags, flags_by_spelling, program_flags
-from megatron.training.flags.flag import Flag, former_flags, table_flags
+from megatron.training.flags.flag import former_flags, table_flags
 from megatron.training.flags.given import ParsedFlags
 from megatron.training.flags.parser import ExtraFlags, build_parser
 
@@ -83,7 +84,7 @@ def format_help(words: Sequence[str], extra_flags: ExtraFlags | None = None) -> 
         return _layout({**_by_heading(_working_flags()), **own})
     section = words[0] if len(words) == 1 else ""
     if section in _SECTIONS:
-        return _layout(_by_heading(flag for flag in _working_flags() if flag.config == section))
+        return _layout(_by_heading(flag for flag in _working_flags() if _find_section(flag) == section))
     found = _search(words, own)
     if not any(found.values()):
         raise ConfigError(
@@ -93,8 +94,12 @@ def format_help(words: Sequence[str], extra_flags: ExtraFlags | None = None) -> 
     return _layout(found)
 
 
-def _working_flags() -> list[Flag]:
+def _working_flags() -> list[Setting]:
     return [flag for flag in program_flags() + declared_flags() if flag.status == "works"]
+
+
+def _find_section(flag: Setting) -> str:
+    return groups_of_fields().get(flag.dest, "program")
 
 
 def _introduce() -> str:
@@ -110,7 +115,7 @@ def _introduce() -> str:
 # ---- choosing
 
 
-def _by_heading(flags: Iterable[Flag]) -> dict[str, list[Entry]]:
+def _by_heading(flags: Iterable[Setting]) -> dict[str, list[Entry]]:
     headed: dict[str, list[Entry]] = {}
     for flag in flags:
         headed.setdefault(flag.group, []).append((_spell(flag), help_text(flag)))
@@ -131,7 +136,7 @@ def _search(words: Sequence[str], own: dict[str, list[Entry]]) -> dict[str, list
     found = _by_heading(
         flag
         for flag in _working_flags()
-        if fits(*flag.spellings, flag.config or "", flag.group, flag.help, *map(str, flag.offered_choices))
+        if fits(*flag.spellings, _find_section(flag), flag.group, flag.help, *map(str, flag.offered_choices))
     )
     found |= {heading: [entry for entry in entries if fits(*entry)] for heading, entries in own.items()}
     refused = [flag for flag in table_flags() if fits(*flag.spellings, flag.explanation)]
@@ -174,7 +179,7 @@ def _describe_own(extra_flags: ExtraFlags | None) -> list[Entry]:
 # ---- writing
 
 
-def _spell(flag: Flag) -> str:
+def _spell(flag: Setting) -> str:
     """The usual spelling, how to switch it off, and its values. Aliases work, and would only make this longer."""
     return " | ".join([*flag.names[:1], *flag.off_names[:1]]) + format_values(flag)
 

@@ -15,10 +15,10 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from megatron.core.setting import describe_expected
+from megatron.core.setting import Setting, describe_expected
 from megatron.training.flags.argument import FlagParser, add_flag
 from megatron.training.flags.declarations import flags_by_spelling, known_flags
-from megatron.training.flags.flag import Flag, formers_by_name
+from megatron.training.flags.flag import formers_by_name
 from megatron.training.flags.given import Given, ParsedFlags, translate
 
 ExtraFlags = Callable[[argparse.ArgumentParser], Any]
@@ -34,7 +34,7 @@ _LONG_DASHES = ("\u2013", "\u2014")
 def build_parser(
     parsed: ParsedFlags,
     extra_flags: ExtraFlags | None = None,
-    flags: Iterable[Flag] | None = None,
+    flags: Iterable[Setting] | None = None,
 ) -> FlagParser:
     """The parser with all flags, or with these. What --help shows is made elsewhere (help.py)."""
     parser = FlagParser(prog="pretrain_gpt.py", add_help=False, allow_abbrev=False)

@@ -20,6 +20,7 @@ from typing import Any, TextIO
 from megatron.core import __version__
 from megatron.core.config_base import check, fill_missing, get_settings, keep_common, names_any, unchecked
 from megatron.core.errors import ConfigError
+from megatron.core.setting import Setting
 from megatron.training.config.container import RunConfig
 from megatron.training.config.gpu_needs import describe_gpu_needs
 from megatron.training.config.program import ProgramFlags
@@ -34,7 +35,7 @@ from megatron.training.flags.command_line_rules import (
 from megatron.training.flags.declarations import declared_flags, program_flags
 from megatron.training.flags.derive import derive, idle_notes, schedule_notes
 from megatron.training.flags.elastic import add_elastic_layout
-from megatron.training.flags.flag import Flag, table_flags
+from megatron.training.flags.flag import table_flags
 from megatron.training.flags.given import ParsedFlags, Problem
 from megatron.training.flags.help import asked_for_help, format_help
 from megatron.training.flags.parser import ExtraFlags, read_command_line
@@ -62,9 +63,8 @@ class Examination:
 
     def value_of(self, dest: str) -> Any:
         """The value of any flag, by the name of its field, or upstream's where it has none."""
-        group = groups_of_fields().get(dest)
-        if group is not None:
-            return getattr(getattr(self.config, group), dest)
+        if dest in groups_of_fields():
+            return self.config.read(dest)
         return getattr(self.program, dest) if hasattr(self.program, dest) else self.planned[dest]
 
 
@@ -191,9 +191,8 @@ def _refuse_by_status(parsed: ParsedFlags, run: RunConfig) -> dict[str, Problem]
     refused = {}
     for name, entry in parsed.given.items():
         problem = entry.refusal()
-        group = entry.flag.config
-        value = getattr(getattr(run, group), name) if group in group_classes() else entry.value
-        if problem is not None and value != entry.flag.default:
+        # A flag of the table has no field, though a hidden one may have its name.
+        if problem and (entry.value if entry.flag.owner is None else run.read(name)) != entry.flag.default:
             refused[name] = problem
     return refused
 
@@ -204,7 +203,7 @@ def _unchecked_run(given: Mapping[str, Any], world_size: int, multiple: int = 1)
     groups: dict[str, Any] = {name: {} for name in group_classes()}
     for flag in declared_flags():
         if flag.dest in given:
-            groups[flag.config or ""][flag.dest] = given[flag.dest]
+            groups[groups_of_fields()[flag.dest]][flag.dest] = given[flag.dest]
     made: dict[str, Any] = {
         name: unchecked(config_class, groups[name]) for name, config_class in group_classes().items()
     }
@@ -245,7 +244,7 @@ def _world_size(environ: Mapping[str, str], parsed: ParsedFlags) -> int:
 def print_settings(config: RunConfig, out: TextIO) -> None:
     """Every value of the run with its source, one per line, under the headings of --help."""
     flags = declared_flags()
-    values = {flag.name: shown_value(flag, getattr(getattr(config, flag.config or ""), flag.dest)) for flag in flags}
+    values = {flag.name: shown_value(flag, config.read(flag.dest)) for flag in flags}
     name_width = max(map(len, values))
     value_width = min(max(map(len, values.values())), max(12, shutil.get_terminal_size().columns - name_width - 20))
     processes = f"{config.world_size} process{'es' if config.world_size > 1 else ''}"
@@ -267,7 +266,7 @@ def print_settings(config: RunConfig, out: TextIO) -> None:
         print(f"note: {sentence}", file=out)
 
 
-def shown_value(flag: Flag, value: Any) -> str:
+def shown_value(flag: Setting, value: Any) -> str:
     """A value as it would be typed; `-` where there is none."""
     if value is None:
         return "-"

@@ -17,6 +17,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.plan.letters import split_letters
 from megatron.core.transformer.config_fields.precision import MULTIPLES
 from megatron.training.config.container import RunConfig
+from megatron.training.config.run_groups import groups_of_fields
 from megatron.training.flags.declarations import declared_flags
 from megatron.training.flags.read import examine
 
@@ -59,7 +60,7 @@ def shrink(
     if spelling:
         raise ConfigError([problem.text for problem in spelling])
     config = examination.config
-    values = {flag.dest: getattr(getattr(config, flag.config or ""), flag.dest) for flag in declared_flags()}
+    values = {flag.dest: config.read(flag.dest) for flag in declared_flags()}
     given = {flag.dest for flag in declared_flags() if config.sources[flag.name] != "default"}
     sizes = _shrink_layout(config, values, most_processes)
     processes = sizes.pop("processes")
@@ -69,7 +70,7 @@ def shrink(
     words: list[str] = []
     for flag in declared_flags():
         value = sizes.get(flag.dest, values[flag.dest])
-        is_left_out = flag.config in _GROUPS_LEFT_OUT or flag.dest in _LEFT_OUT
+        is_left_out = groups_of_fields()[flag.dest] in _GROUPS_LEFT_OUT or flag.dest in _LEFT_OUT
         if flag.dest not in sizes and (flag.dest not in given or is_left_out):
             continue
         if value is not None and value != flag.default:

@@ -17,8 +17,9 @@ from typing import cast
 
 import yaml
 
+from megatron.core.setting import Setting
 from megatron.training.flags.declarations import flags_by_spelling
-from megatron.training.flags.flag import Flag, formers_by_name
+from megatron.training.flags.flag import formers_by_name
 from megatron.training.flags.given import ParsedFlags, translate
 from megatron.training.flags.parser import unknown_flag
 
@@ -121,7 +122,7 @@ def _record(spelling: str, node: yaml.Node, place: str, parsed: ParsedFlags) -> 
         _record_values(flag, spelling, texts, place, parsed)
 
 
-def _record_switch(flag: Flag, spelling: str, texts: list[str], place: str, parsed: ParsedFlags) -> None:
+def _record_switch(flag: Setting, spelling: str, texts: list[str], place: str, parsed: ParsedFlags) -> None:
     text = texts[0].lower() if len(texts) == 1 else ""
     if text not in _TRUE + _FALSE:
         parsed.misspelt(f"{place}{spelling} is a switch; give true or false", flag)
@@ -133,7 +134,7 @@ def _record_switch(flag: Flag, spelling: str, texts: list[str], place: str, pars
         parsed.give(flag, name, [], "file", place)
 
 
-def _record_values(flag: Flag, spelling: str, texts: list[str], place: str, parsed: ParsedFlags) -> None:
+def _record_values(flag: Setting, spelling: str, texts: list[str], place: str, parsed: ParsedFlags) -> None:
     wanted = 1 if flag.nargs is None else flag.nargs
     if isinstance(wanted, int) and len(texts) != wanted:
         parsed.misspelt(

@@ -17,6 +17,7 @@ from megatron.core.errors import ConfigError
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.setting import Setting, find_field_problem
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.config.run_groups import groups_of_fields
 from megatron.training.flags.declarations import declared_flags, program_flags
 from megatron.training.flags.flag import parse_value
 
@@ -69,7 +70,7 @@ def test_a_config_holds_its_rules_or_is_refused(
     assert dataclasses.replace(config) == config  # type: ignore[type-var]
 
 
-FLAGS = {flag.dest: flag for flag in declared_flags() if flag.config in ("model", "ddp", "optimizer")}
+FLAGS = {flag.dest: flag for flag in declared_flags() if groups_of_fields()[flag.dest] in ("model", "ddp", "optimizer")}
 
 
 @settings(max_examples=300)

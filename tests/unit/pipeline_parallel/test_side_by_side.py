@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel.side_by_side import SideBySide
 from megatron.core.pipeline_parallel.timelines import Deadlock, simulate
 from megatron.core.pipeline_parallel.weight_grad_queue import WeightGradQueue
 from megatron.planner.memory import estimate_memory
+from megatron.training.config.run_groups import groups_of_fields
 from megatron.training.flags.declarations import declared_flags
 from megatron.training.flags.read import examine
 from megatron.training.recipes.gpt import describe_gpt_workload
@@ -165,7 +166,7 @@ def test_delayed_weight_gradients_are_accepted_in_every_form_that_the_overlap_ru
     environ, accepted = {"WORLD_SIZE": "4"}, 0
     base = [*SIZES.split(), *f"--num-layers 8 --pipeline-model-parallel-size 2 {EXPERTS} {FLAGS}".split()]
     for flag in declared_flags():
-        if flag.config not in ("model", "ddp") or not (flag.is_switch or flag.choices):
+        if groups_of_fields()[flag.dest] not in ("model", "ddp") or not (flag.is_switch or flag.choices):
             continue
         for value in [not flag.default] if flag.is_switch else flag.choices or ():
             argv = [*base, flag.spell(value) if flag.is_switch else f"{flag.name}={value}"]

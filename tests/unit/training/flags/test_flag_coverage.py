@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from megatron.core.errors import ConfigError
-from megatron.core.setting import CHANGES_THE_RUN, explain_refusal
+from megatron.core.setting import CHANGES_THE_RUN, Setting, explain_refusal
 from megatron.training.flags.declarations import declared_flags, flags_by_spelling, program_flags
-from megatron.training.flags.flag import Flag, former_flags, formers_by_name, table_flags
+from megatron.training.flags.flag import former_flags, formers_by_name, table_flags
 from tests.golden.flag_cases import rows
 from tests.support.run_flags import run_config
 
@@ -121,7 +121,7 @@ def test_a_flag_is_what_it_is_upstream(row: dict[str, str]) -> None:
         assert default_text(flag) == normalised(row["default"])
 
 
-def default_text(flag: Flag) -> str:
+def default_text(flag: Setting) -> str:
     return normalised("" if flag.default is None else str(flag.default))
 
 
