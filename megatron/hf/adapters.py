@@ -205,7 +205,7 @@ def write_adapter(checkpoint: AdaptedCheckpoint | None, entries: list[Entry], ou
 
 
 class _Place(NamedTuple):
-    """Place of an adapter among those of its layer."""
+    """Place of an adapter among the adapters of its layer."""
 
     projection: int
     expert: int | None

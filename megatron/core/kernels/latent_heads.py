@@ -130,11 +130,11 @@ def rotate_and_join(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return query [s, b, n, d + p], whose last p channels are rotated in place, keys [s, b, n, d + p] and values
     [s, b, n, dv]; expanded [s, b, n, d + dv], positions [s, b, 1, p]."""
-    result: tuple[Tensor, Tensor, Tensor] = _RotateAndJoin.apply(query, expanded, positions, rotation)
+    result: tuple[Tensor, Tensor, Tensor] = _RotateByKernel.apply(query, expanded, positions, rotation)
     return result
 
 
-class _RotateAndJoin(torch.autograd.Function):
+class _RotateByKernel(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, expanded: Tensor, positions: Tensor, rotation: Angles

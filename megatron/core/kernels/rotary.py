@@ -196,7 +196,7 @@ def split_and_rotate(packed: Tensor, heads_per_group: int, rotation: Angles) -> 
 
     Keys, and queries where a group has one head, are rotated in packed's memory, of which they and values are views.
     """
-    result: tuple[Tensor, Tensor, Tensor] = _SplitAndRotate.apply(packed, heads_per_group, rotation)
+    result: tuple[Tensor, Tensor, Tensor] = _SplitByKernel.apply(packed, heads_per_group, rotation)
     return result
 
 
@@ -211,7 +211,7 @@ class _RotateHeads(torch.autograd.Function):
         return _rotate_heads(grad.contiguous(), *ctx.angles, back=True), None
 
 
-class _SplitAndRotate(torch.autograd.Function):
+class _SplitByKernel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, packed: Tensor, heads_per_group: int, rotation: Angles) -> tuple[Tensor, Tensor, Tensor]:
         ctx.heads_per_group, ctx.rotation = heads_per_group, rotation

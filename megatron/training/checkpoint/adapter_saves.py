@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of --save-adapter-only: adapters and their optimizer state, and the name of the checkpoint that has the
-rest of the model. Whoever reads one reads both, as if they were one.
+rest of the model. A reader reads both, as if they were one.
 
     iter_0000010/
       base.json      {"path": directory of the other checkpoint, "run_id": its manifest's}
