@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.core.plan.branch_kind import Counts, count_bytes, count_norm
 from megatron.core.plan.model_plan import LayerPlan
@@ -27,13 +27,21 @@ _STATE_TENSORS = {"sgd": 1, "lion": 1, "muon": 1}
 """Tensors of the parameters' size that an update rule keeps; two for every other one."""
 
 
-def count_rank_parameters(
-    model: TransformerConfig, workload: Workload, chunks: Sequence[StageContent]
-) -> tuple[float, float]:
-    """Elements on a process: outside of experts, and of experts. Biases and positions are left out."""
+class Elements(NamedTuple):
+    """Parameters on a process."""
+
+    dense: float
+    """Outside of experts."""
+    experts: float
+    frozen: float
+    """Outside of experts, which nothing trains."""
+
+
+def count_rank_parameters(model: TransformerConfig, workload: Workload, chunks: Sequence[StageContent]) -> Elements:
+    """Elements on a process. Biases and positions are left out."""
     plan, ranks = read_plan(model), model.tensor_model_parallel_size
     table = workload.padded_vocab_size * model.hidden_size / ranks
-    dense = experts = 0.0
+    dense = experts = frozen = 0.0
     has_table = False
     for content in chunks:
         layers = plan.decoder[content.layers.start : content.layers.stop]
@@ -43,8 +51,10 @@ def count_rank_parameters(
             joining = 2 * model.hidden_size**2 / ranks + 3 * count_norm(model)
             joining += model.enable_hyper_connections * model.num_residual_streams * model.stream_width
             dense += joining * len(plan.list_depths())
-        of_layers = divide_parameters(model, count_layers(model, layers, has_final_norm=content.ends_decoder))
-        dense, experts = dense + of_layers[0], experts + of_layers[1]
+        counts = count_layers(model, layers, has_final_norm=content.ends_decoder)
+        of_layers = divide_parameters(model, counts)
+        dense, experts = dense + of_layers[0] - counts.frozen, experts + of_layers[1]
+        frozen += counts.frozen
         for is_there, is_own in (
             (content.has_embedding or content.has_prediction, False),
             (content.has_loss, workload.has_output_layer),
@@ -53,7 +63,7 @@ def count_rank_parameters(
             if is_there and (is_own or not has_table):
                 dense += table
                 has_table = has_table or not is_own
-    return dense, experts
+    return Elements(dense, experts, frozen)
 
 
 def divide_parameters(model: TransformerConfig, count: Counts) -> tuple[float, float]:
@@ -73,15 +83,14 @@ def count_state_bytes(
     replicas: DistributedDataParallelConfig,
     optimizer: OptimizerConfig,
     workload: Workload,
-    dense: float,
-    experts: float,
+    parameters: Elements,
     adapters: tuple[float, float] = (0.0, 0.0),
 ) -> float:
     """Bytes of weights, gradients and optimizer state of a process with so many parameters; with adapters, only these
     are trained. adapters: outside of experts, and of experts."""
-    total, gradient = 0.0, count_gradient_bytes(model, replicas)
+    total, gradient = parameters.frozen * count_bytes(model), count_gradient_bytes(model, replicas)
     for elements, of_experts, is_trained in (
-        (dense, False, model.lora_rank is None), (experts, True, model.lora_rank is None),
+        (parameters.dense, False, model.lora_rank is None), (parameters.experts, True, model.lora_rank is None),
         (adapters[0], False, True), (adapters[1], True, True),
     ):  # fmt: skip
         total += elements * count_element_bytes(

@@ -18,17 +18,11 @@ communicators, the allocator's gaps, buckets of gradients under way, what the dr
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from megatron.core.pipeline_parallel.programs import (
-    SENDS_UNDER_WAY,
-    Pipeline,
-    Program,
-    find_end_of_transfers,
-)
+from megatron.core.pipeline_parallel.programs import Pipeline
 from megatron.core.pipeline_parallel.schedules import Action
 from megatron.core.plan.branch_kind import Kept, Tokens, count_bytes
 from megatron.core.plan.kinds import find_kind
@@ -39,6 +33,7 @@ from megatron.core.transformer.execution.activation_policy import divide_layers
 from megatron.planner.adapter_memory import count_adapters
 from megatron.planner.few_bits import count_head_temporaries, count_product_temporaries, count_rounded_weights
 from megatron.planner.memory import Workload, count_layers
+from megatron.planner.program_memory import ChunkMemory, walk_program
 from megatron.planner.state_memory import count_rank_parameters, count_state_bytes, divide_parameters, list_layers
 
 if TYPE_CHECKING:
@@ -81,17 +76,18 @@ def predict_step_memory(
     found = []
     for rank in range(shape.stages):
         chunks = [contents[shape.index(rank, chunk)] for chunk in range(shape.chunks)]
-        dense, experts = count_rank_parameters(model, workload, chunks)
-        adapters = count_adapters(model, chunks)
-        state = count_state_bytes(model, replicas, optimizer, workload, dense, experts, adapters)
+        elements, adapters = count_rank_parameters(model, workload, chunks), count_adapters(model, chunks)
+        state = count_state_bytes(model, replicas, optimizer, workload, elements, adapters)
         stages = [_describe_chunk(model, replicas, workload, content) for content in chunks]
         program = pipeline.program(rank, workload.num_microbatches)
         # Divided weights are gone after each product, and what they were rounded to with them.
         rounded = 0.0 if replicas.use_torch_fsdp2 else count_rounded_weights(model, chunks, workload)
         found.append(
             StepMemory(
-                dense + experts + sum(adapters), state, rounded + _walk(program, stages, overlaps=pipeline.overlap)
-            )
+                sum(elements) + sum(adapters),
+                state,
+                rounded + walk_program(program, stages, overlaps=pipeline.overlap),
+            )  # fmt: skip
         )
     return found
 
@@ -151,28 +147,9 @@ def find_recomputed_parts(model: TransformerConfig) -> set[str]:
     return parts
 
 
-class _ChunkMemory(NamedTuple):
-    """Memory that the microbatches of a virtual stage need."""
-
-    kept: float
-    """From forward to backward, in addition to what another virtual stage has passed on."""
-    waiting: float
-    """From backward to the deferred gradients of weights."""
-    forward: float
-    """In addition to it at the end of forward."""
-    backward: float
-    """In addition to it in backward, at most."""
-    recorded: float
-    """In CUDA graphs, which keep their memory: for each microbatch that is ever in flight."""
-    entering: float
-    """Hidden states that come from another virtual stage, and their gradient on its way back; 0 on the first."""
-    leaving: float
-    """The same of what goes to the next one; 0 on the last."""
-
-
 def _describe_chunk(
     model: TransformerConfig, replicas: DistributedDataParallelConfig, workload: Workload, content: StageContent
-) -> _ChunkMemory:
+) -> ChunkMemory:
     tokens, ranks = count_tokens(model, workload), model.tensor_model_parallel_size
     hidden = tokens.own * model.hidden_size * count_bytes(model)
     stream = tokens.own * model.stream_width * (4 if model.fp32_residual_connection else count_bytes(model))
@@ -226,25 +203,26 @@ def _describe_chunk(
         waiting = sum(
             of_grads + sum(row.bytes for row in rows if row.is_factor) for layer in branches for rows in layer
         )
-    forward = 0.0
     if content.has_embedding and model.hidden_dropout:
         kept += tokens.own * model.hidden_size  # which elements are dropped
     kept += _count_ends(model, content.ends_decoder, depths, hidden, stream)
+    forward = 0.0 if recorded else max(0.0, _walk_forward(model, described, left, tokens) - kept)
     if content.has_loss:
         # Their gradient is written over them.
         logits = tokens.all * workload.padded_vocab_size / ranks * count_bytes(model)
         in_flight = _list_in_flight(model, [_list_moved(model, *layer) for layer in enumerate(branches)])
-        forward = logits * (1 + (model.mtp_num_layers or 0)) * _find_chunk(model, workload) + sum(in_flight)
+        of_loss = logits * (1 + (model.mtp_num_layers or 0)) * _find_chunk(model, workload) + sum(in_flight)
         if model.defers_weight_gradients:
             waiting, backward = waiting + logits + hidden, backward + logits + hidden
         head = workload.padded_vocab_size * model.hidden_size / ranks * count_bytes(model)
         if replicas.use_torch_fsdp2 and workload.has_output_layer:
-            forward += 2 * head  # gathered, and in backward its gradient before that is divided
+            of_loss += 2 * head  # gathered, and in backward its gradient before that is divided
         # The gradient of its input; with sequence parallelism of all tokens, with all tokens' input.
         whole = tokens.all * model.hidden_size * count_bytes(model)
         rounding = count_head_temporaries(model, replicas, tokens, workload)
-        backward = max(backward, forward + rounding + whole + (whole + hidden if model.sequence_parallel else 0.0))
-    return _ChunkMemory(
+        backward = max(backward, of_loss + rounding + whole + (whole + hidden if model.sequence_parallel else 0.0))
+        forward = max(forward, of_loss)
+    return ChunkMemory(
         kept, waiting, forward, max(backward, forward), recorded, entering, 0.0 if content.has_loss else stream
     )
 
@@ -265,6 +243,23 @@ def _count_gathered(
     sizes = [sum(divide_parameters(model, count_layers(model, [layer]))) * count_bytes(model) for layer in layers]
     frees = replicas.torch_fsdp2_reshard_after_forward and replicas.data_parallel_sharding_strategy != "optim_grads"
     return sum(sorted(sizes)[-2:] if frees else sizes)
+
+
+def _walk_forward(
+    model: TransformerConfig,
+    layers: Sequence[tuple[LayerPlan, Sequence[Sequence[Kept]]]],
+    left: Sequence[Sequence[Sequence[float]]] | None,
+    tokens: Tokens,
+) -> float:
+    """The most that lives while a branch needs more in forward than it keeps. left: see `_walk_back`; None for all."""
+    most = before = 0.0
+    for index, (plan, branches) in enumerate(layers):
+        for number, (branch, of_branch) in enumerate(zip(plan.branches, branches, strict=True)):
+            rows = sum(row.bytes for row in of_branch)
+            if under_way := find_kind(branch.kind).under_way(model, branch, tokens):
+                most = max(most, before + rows + under_way)
+            before += rows if left is None else sum(left[index][number])
+    return most
 
 
 def _walk_back(
@@ -290,8 +285,10 @@ def _walk_back(
     fetched = _count_fetched(model, [branches for _, branches in layers])
     for unit in reversed(divide_layers(model, len(layers))):
         if unit.is_recomputed:
-            rows = [row.bytes for index in unit.layers for rows in layers[index][1] for row in rows]
-            beside += sum(rows) - left[unit.layers.start][0][0]
+            of_unit = layers[unit.layers.start : unit.layers.stop]
+            beside -= left[unit.layers.start][0][0]
+            most = max(most, beside + _walk_forward(model, of_unit, None, tokens))
+            beside += sum(row.bytes for _, branches in of_unit for rows in branches for row in rows)
         for index in reversed(unit.layers):
             plan, branches = layers[index]
             mixed_again = model.mhc_recompute_layer_num
@@ -465,39 +462,3 @@ def _add_gradients_of_streams(
     freed = sum(row.bytes for row in rows if row.name != "the residual streams" and not (late and row.is_factor))
     freed -= tokens.all * model.hidden_size * width * late
     return max(of_branch + elements * width, elements * (2 * width + under_way) - freed)
-
-
-def _walk(program: Program, chunks: Sequence[_ChunkMemory], *, overlaps: bool) -> float:
-    """The most that lives at one moment of a rank's program. overlaps: a transfer is not waited for where it begins."""
-    most = 0.0
-    in_flight, recorded = [0] * len(chunks), [0] * len(chunks)
-    for step in program:
-        if isinstance(step, Action):
-            in_flight[step.chunk] += {"F": 1, "B": -1}.get(step.kind, 0)
-            recorded[step.chunk] = max(recorded[step.chunk], in_flight[step.chunk])
-    now = sum(times * chunk.recorded for times, chunk in zip(recorded, chunks, strict=True))
-    sent: deque[float] = deque()
-    for position, step in enumerate(program):
-        chunk = chunks[step.chunk]
-        if isinstance(step, Action):
-            if step.kind == "F":
-                now += chunk.kept
-                most = max(most, now + max(chunk.forward, chunk.leaving))
-                now += chunk.leaving
-            elif step.kind == "B":
-                most = max(most, now + chunk.backward)
-                # What came from both sides goes, and the gradient of the input is there to be sent.
-                now += chunk.waiting - chunk.kept - chunk.leaving
-            else:
-                now -= chunk.waiting
-            continue
-        size = chunk.leaving if (step.what == "F") == (step.kind == "send") else chunk.entering
-        if step.kind == "receive":
-            now += size
-        else:
-            sent.append(size)
-        most = max(most, now)
-        if find_end_of_transfers(program, position) == position + 1:
-            while len(sent) > (SENDS_UNDER_WAY if overlaps else 0):
-                now -= sent.popleft()
-    return most

@@ -34,7 +34,7 @@ from megatron.core.transformer.execution.activation_policy import divide_layers
 from megatron.planner.devices import Device
 from megatron.planner.links import Link
 from megatron.planner.memory import Workload
-from megatron.planner.state_memory import count_gradient_bytes, count_rank_parameters
+from megatron.planner.state_memory import Elements, count_gradient_bytes, count_rank_parameters
 from megatron.planner.step_memory import build_model_tables, count_tokens, find_recomputed_parts
 from megatron.planner.throughput import count_training_flops_per_token
 
@@ -137,7 +137,7 @@ def predict_step_time(
     ]
     windows = [sum(sum(part.values()) for part in (chunk.forward, chunk.backward)) for chunk in chunks]
     ends = max(
-        (clock.time_ends(replicas, optimizer, *parameters, min(windows) * shape.chunks) for parameters in on_ranks),
+        (clock.time_ends(replicas, optimizer, parameters, min(windows) * shape.chunks) for parameters in on_ranks),
         key=lambda found: sum(found.values()),
     )
     parts.add(ends)
@@ -230,7 +230,7 @@ class _Clock:
         return found
 
     def time_ends(
-        self, replicas: DistributedDataParallelConfig, optimizer: OptimizerConfig, dense: float, experts: float,
+        self, replicas: DistributedDataParallelConfig, optimizer: OptimizerConfig, parameters: Elements,
         window: float,
     ) -> Parts:  # fmt: skip
         """Once in a step: replicas exchange gradients and parameters, and the optimizer updates. window: seconds of one
@@ -239,7 +239,7 @@ class _Clock:
         gradient = count_gradient_bytes(self.model, replicas)
         shards = replicas.use_distributed_optimizer or replicas.use_torch_fsdp2
         state_bytes = 0.0
-        for elements, link in ((dense, self.dp), (experts, self.edp)):
+        for elements, link in ((parameters.dense, self.dp), (parameters.experts, self.edp)):
             if link.size > 1 and elements:
                 reduced = link.scatter(gradient * elements) if shards else link.reduce(gradient * elements)
                 # Fully sharded, weights are gathered for each microbatch's forward and backward.

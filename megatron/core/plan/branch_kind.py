@@ -40,6 +40,8 @@ class Counts(NamedTuple):
     """Matrices that each rank has as a whole, to latent vectors and back: a part of `replicated`."""
     replicated: int = 0
     """Norms, routers and projections to latent vectors, which tensor parallelism does not divide."""
+    frozen: int = 0
+    """Of them those that nothing trains: of indexers without a loss."""
 
     @property
     def sum_of_all(self) -> int:
@@ -106,6 +108,8 @@ class BranchKind:
     """Of a mixer with linear attention: what that reads of each token, for all heads."""
     beside: Callable[[Config, Branch, Tokens], float] = _nothing_for_itself
     """Bytes that its backward needs in addition to the gradients of what is kept."""
+    under_way: Callable[[Config, Branch, Tokens], float] = _nothing_for_itself
+    """Bytes that its forward needs in addition to what is kept."""
     spec: Any = None
     """A ModuleSpec or a class. None: the layer's spec has a part for this kind."""
     missing: str | None = None

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.plan.branch_kind import BranchKind, Config, Counts, Kept, Tokens, count_bytes, count_norm, keep_input
+from megatron.core.plan.indexer_memory import need_for_loss, need_to_choose
 from megatron.core.plan.model_plan import Branch
 
 
@@ -28,16 +29,18 @@ def _count(config: Config, branch: Branch) -> Counts:
     hidden, rank, width, heads = config.hidden_size, config.q_lora_rank, config.query_width, config.num_attention_heads
     outputs = config.o_groups * config.o_lora_rank
     matrices = rank * heads * width + outputs * (heads * width // config.o_groups + hidden)
-    projections, vectors = hidden * (rank + width), rank + width + heads
+    projections, vectors, frozen = hidden * (rank + width), rank + width + heads, 0
     if branch.options.compress_ratio:
         of_matrices, of_vectors = _count_compressor(config, branch, width)
         projections, vectors = projections + of_matrices, vectors + of_vectors
     if _has_indexer(config, branch):
         scorers, narrow, _ = config.indexer_sizes
         of_matrices, of_vectors = _count_compressor(config, branch, narrow)
-        projections += of_matrices + scorers * (rank * narrow + hidden)
-        vectors += of_vectors
-    return Counts(matrices, projections=projections, replicated=count_norm(config) + projections + vectors)
+        of_matrices += scorers * (rank * narrow + hidden)
+        projections, vectors = projections + of_matrices, vectors + of_vectors
+        frozen = 0 if config.dsa_indexer_loss_coeff else of_matrices + of_vectors
+    replicated = count_norm(config) + projections + vectors
+    return Counts(matrices, projections=projections, replicated=replicated, frozen=frozen)
 
 
 def _count_scores(config: Config, branch: Branch, seq_length: int) -> int:
@@ -87,7 +90,17 @@ def _keep(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:
     yield Kept("outputs of groups", groups, is_factor=True, has_gradient=True)
 
 
+def _need_for_indexer(config: Config, branch: Branch, tokens: Tokens) -> float:
+    if not _has_indexer(config, branch):
+        return 0.0
+    entries = tokens.all * config.context_parallel_size / tokens.sequences // branch.options.compress_ratio
+    most = need_to_choose(config, tokens, entries) if entries > config.indexer_sizes[2] else 0.0
+    if config.dsa_indexer_loss_coeff:
+        most = max(most, need_for_loss(config, tokens, entries, config.query_width, softmaxes=False))
+    return most
+
+
 COMPRESSED_KINDS = tuple(
-    BranchKind(name, letter, "self_attention", _count, _keep, _count_scores, "per token")
+    BranchKind(name, letter, "self_attention", _count, _keep, _count_scores, "per token", under_way=_need_for_indexer)
     for name, letter in (("sliding_attention", "W"), ("compressed_sparse", "C"), ("compressed_heavy", "H"))
 )

@@ -40,6 +40,7 @@ from megatron.core.plan.branch_kind import (
     share_of_rounded,
 )
 from megatron.core.plan.compressed_kinds import COMPRESSED_KINDS
+from megatron.core.plan.indexer_memory import need_for_loss, need_to_choose
 from megatron.core.plan.model_plan import Branch
 from megatron.core.plan.state_kinds import MAMBA, STATE_KINDS
 
@@ -109,8 +110,9 @@ def _count_sparse_attention(config: Config, branch: Branch) -> Counts:
     heads, width = config.dsa_indexer_n_heads or 0, config.dsa_indexer_head_dim or 0
     matrices = (config.q_lora_rank or config.hidden_size) * heads * width + config.hidden_size * (width + heads)
     return counts._replace(
-        projections=counts.projections + matrices, replicated=counts.replicated + matrices + 2 * width
-    )
+        projections=counts.projections + matrices, replicated=counts.replicated + matrices + 2 * width,
+        frozen=0 if config.dsa_indexer_loss_coeff else matrices + 2 * width,
+    )  # fmt: skip
 
 
 def _count_chosen_scores(config: Config, branch: Branch, seq_length: int) -> int:
@@ -234,8 +236,7 @@ def _keep_latent_attention(config: Config, branch: Branch, tokens: Tokens, *, hi
 
 def _keep_sparse_attention(config: Config, branch: Branch, tokens: Tokens) -> Iterator[Kept]:
     heads, width, count = config.indexer_sizes
-    # How long a sequence is is not known here: a microbatch is taken for one.
-    keys, chooses = tokens.all * config.context_parallel_size, branch.options.chooser is None
+    keys, chooses = _count_keys(config, tokens), branch.options.chooser is None
     if keys > count and config.gathers_chosen_keys(keys):
         of_latent = _keep_latent_attention(config, branch, tokens, hides=True)
         yield from (row for row in of_latent if row.place != "core_attn")
@@ -243,7 +244,7 @@ def _keep_sparse_attention(config: Config, branch: Branch, tokens: Tokens) -> It
         wide = config.kv_lora_rank + config.qk_pos_emb_head_dim
         yield Kept("queries", per_channel * config.query_width, place="core_attn", is_factor=True, has_gradient=True)
         yield Kept("queries of latent vectors", per_channel * wide, place="core_attn", has_gradient=True)
-        yield Kept("keys", keys * wide * count_bytes(config), place="core_attn", has_gradient=True)
+        yield Kept("keys", keys * tokens.sequences * wide * count_bytes(config), place="core_attn", has_gradient=True)
         yield Kept("sums of latent vectors", per_channel * config.kv_lora_rank, place="core_attn", has_gradient=True)
     else:
         yield from _keep_latent_attention(config, branch, tokens, hides=keys > count)
@@ -253,6 +254,25 @@ def _keep_sparse_attention(config: Config, branch: Branch, tokens: Tokens) -> It
         # With the input of its keys' norm, and weights in float32.
         vectors = (heads * width + 2 * width) * count_bytes(config) + heads * 4
         yield Kept("gradients of the indexer's vectors", tokens.all * vectors)
+
+
+def _count_keys(config: Config, tokens: Tokens) -> float:
+    """Tokens of a sequence on all context-parallel ranks."""
+    return tokens.all * config.context_parallel_size / tokens.sequences
+
+
+def _need_for_indexer(config: Config, branch: Branch, tokens: Tokens) -> float:
+    if branch.options.chooser is not None:
+        return 0.0
+    keys, wide = _count_keys(config, tokens), config.kv_lora_rank + config.qk_pos_emb_head_dim
+    most = need_to_choose(config, tokens, keys) if keys > config.indexer_sizes[2] else 0.0
+    if config.dsa_indexer_loss_coeff:
+        # Heads as they multiply latent vectors, and these, are there already where they are gathered for attention.
+        heads = tokens.all * config.num_attention_heads / config.tensor_model_parallel_size
+        gathers = keys > config.indexer_sizes[2] and config.gathers_chosen_keys(keys)
+        absorbed = 0.0 if gathers else (heads + keys * tokens.sequences) * wide * count_bytes(config)
+        most = max(most, absorbed + need_for_loss(config, tokens, keys, wide, softmaxes=True))
+    return most
 
 
 def _take_for_ring(config: Config, branch: Branch, tokens: Tokens) -> float:
@@ -395,7 +415,7 @@ _KINDS: dict[str, BranchKind] = {
         ),
         BranchKind(
             "sparse_attention", "D", "self_attention", _count_sparse_attention, _keep_sparse_attention,
-            _count_chosen_scores, "per token",
+            _count_chosen_scores, "per token", under_way=_need_for_indexer,
         ),
         BranchKind(
             "parallel", "", "self_attention", _count_parallel, _keep_parallel, _work_in_parallel, "per token",

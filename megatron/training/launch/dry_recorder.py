@@ -32,7 +32,7 @@ from megatron.core.kernels import launching
 from megatron.core.ssm import by_tokens, convolution, linear_attention
 from megatron.core.tensor_parallel import cross_entropy, parameters, products
 from megatron.core.transformer import norms
-from megatron.core.transformer.core_attention import select
+from megatron.core.transformer.core_attention import block_kernels, select
 from megatron.core.transformer.core_attention.block_kernels import CPUFlashKernel, Gradients, Rule
 from megatron.core.transformer.moe import grouped_products, permutation
 from megatron.training.launch.dry_memo import OperationMemo
@@ -183,7 +183,7 @@ def count_flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> in
     if name in _ATTENTION:
         shapes = [args[index].shape for index in range(3 + _ATTENTION[name])]
         return int(sdpa_backward_flop_count(*shapes) if _ATTENTION[name] else sdpa_flop_count(*shapes))
-    if name in ("mm", "addmm"):
+    if name in ("mm", "addmm", "bmm"):
         # With a wider dtype of the result there are more operands, which torch's formulas do not know.
         args, kwargs = [operand for operand in args if isinstance(operand, Tensor)], {}
     count = flop_registry.get(func._overloadpacket)
@@ -253,6 +253,11 @@ def _is_never_cpu(place: Any) -> bool:
     return False
 
 
+def _is_no_tensor(place: Any) -> bool:
+    """The kernel of blocks is the CPU's, and products are a GPU's."""
+    return not isinstance(place, Tensor)
+
+
 def _is_group(leaf: Any) -> bool:
     return bool(leaf._type().qualified_name().endswith("ProcessGroup"))
 
@@ -298,7 +303,7 @@ def ready(recorder: DryRecorder) -> Iterator[None]:
         (torch.UntypedStorage, "data_ptr", find_address), (F, "rms_norm", rms_norm),
         (F, "scaled_dot_product_attention", attend), (F, "dropout", drop),
         *((module, "is_cpu", _is_never_cpu) for module in _ASK_WHERE), (launching, "launch", launch),
-        (parameters, "_draw", draw), (select, "CPUFlashKernel", _FilledUp),
+        (parameters, "_draw", draw), (select, "CPUFlashKernel", _FilledUp), (block_kernels, "is_cpu", _is_no_tensor),
         (products, "has_wide_sums", lambda device, dtype: True),
         (launching, "kernels_work", lambda device: importlib.util.find_spec("triton") is not None),
         (grouped_products, "grouped_mm_works", lambda widths, dtype, device: dtype == torch.bfloat16),

@@ -23,6 +23,8 @@ from torch import Tensor
 
 from megatron.core.collectives import all_reduce
 from megatron.core.context_parallel.sharding import list_pieces_of_rank, list_positions_of_rank
+from megatron.core.plan.indexer_memory import BLOCK_ELEMENTS as _BLOCK_ELEMENTS
+from megatron.core.plan.indexer_memory import count_gathered
 from megatron.core.process_groups_config import Group
 from megatron.core.sequences.token_layout import TokenLayout
 from megatron.core.tensor_parallel.products import at_least_float32, wide_dtype
@@ -34,9 +36,6 @@ from megatron.core.transformer.core_attention.block_kernels import (
     find_shared_gradients,
     multiply_in_float32,
 )
-
-_BLOCK_ELEMENTS = 2**22
-"""Scores of a block, or numbers gathered for it."""
 
 
 class QueryBlock(NamedTuple):
@@ -270,8 +269,11 @@ class _IndexLoss(torch.autograd.Function):
         vectors = IndexVectors(query, key, weight)
         total = torch.zeros((), dtype=wide_dtype(query), device=query.device)
         grads = [torch.zeros(x.shape, dtype=wide_dtype(x), device=x.device) for x in vectors]
-        batch, heads = query.shape[1], max(query.shape[2], call.query.shape[2])
-        for rows, keys, allowed in call.places.blocks(batch * heads):
+        batch, numbers = query.shape[1], max(query.shape[2], call.query.shape[2])
+        if call.chosen is not None:
+            of_keys = query.shape[-1] + call.key.shape[-1]
+            numbers = max(numbers, count_gathered(of_keys, call.chosen.shape[-1], len(key)))
+        for rows, keys, allowed in call.places.blocks(batch * numbers):
             total += _add_block(vectors, call, (rows, keys, allowed), grads)
         ctx.save_for_backward(*(grad.to(x.dtype) for grad, x in zip(grads, vectors, strict=True)))
         return total
@@ -296,7 +298,8 @@ def _add_block(
             x.transpose(0, 1) for x in (index_keys, gather_rows(call.key, call.chosen[rows])[0], none)
         )
     target = multiply_rows(call.query[rows].transpose(0, 1), attention_keys).mul_(call.scale)
-    target = target.masked_fill_(hidden.unsqueeze(2), -math.inf)
+    del attention_keys  # as large as anything here
+    target.masked_fill_(hidden.unsqueeze(2), -math.inf)
     if call.log_sum is None:
         target = target.softmax(-1).sum(2)
     else:
@@ -311,7 +314,8 @@ def _add_block(
     weight = at_least_float32(vectors.weight[rows]).transpose(0, 1).unsqueeze(3)  # [b, rows, g, 1]
     grads[2][rows] = (products @ at_scores.transpose(-1, -2)).squeeze(3).transpose(0, 1)
     at_products = weight * at_scores
-    at_products = at_products * (products > 0) if call.rectifies else at_products
+    if call.rectifies:
+        at_products *= products > 0
     wide = at_least_float32(index_keys)
     index_query = at_least_float32(vectors.query[rows]).transpose(0, 1)
     if lies is None:

@@ -95,13 +95,25 @@ DEEPSEEK_V4 = f"""{DEEPSEEK} --experimental-attention-variant dsv4_hybrid --csa-
     --dsa-indexer-n-heads 16 --dsa-indexer-head-dim 128 --dsa-indexer-topk 256 --dsa-indexer-loss-coeff 0.01
     --enable-hyper-connections --mtp-num-layers 1"""
 
+INDEXED = f"""{DEEPSEEK} --experimental-attention-variant dsa --q-lora-rank 96 --kv-lora-rank 64 --qk-head-dim 32
+    --v-head-dim 32 --qk-layernorm --hidden-size 256 --num-attention-heads 6 --ffn-hidden-size 1024 --seq-length 256
+    --qk-pos-emb-head-dim 16 --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 32 --dsa-indexer-topk 64
+    --vocab-size 1009"""
+LEARNS = f"{INDEXED} --dsa-indexer-loss-coeff 0.01"
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+DEEPSEEKS = {
+    "further tokens": FURTHER_TOKENS, "DeepSeek-V4": DEEPSEEK_V4, "an indexer": INDEXED, "that learns": LEARNS,
+    "that learns from few": f"{LEARNS} --dsa-indexer-use-sparse-loss", "and again": f"{LEARNS} {RECOMPUTED}",
+}  # fmt: skip
 
-@pytest.mark.parametrize("text", [FURTHER_TOKENS, DEEPSEEK_V4], ids=["further tokens", "DeepSeek-V4"])
+
+@pytest.mark.parametrize("text", DEEPSEEKS.values(), ids=DEEPSEEKS)
 def test_memory_of_deepseek_is_planned(text: str, tmp_path: Path) -> None:
     path = tmp_path / "dry.json"
     config = read_run_config(f"{text} --dry-run --dry-run-json {path}".split(), {})
     assert dry_run(config, build_gpt_recipe(config), build_run) == 0
-    (stage,) = predict_step_memory(config.model, config.ddp, config.optimizer, describe_gpt_workload(config, 4096))
+    size = 1024 if "1009" in text else 4096
+    (stage,) = predict_step_memory(config.model, config.ddp, config.optimizer, describe_gpt_workload(config, size))
     (found,) = json.loads(path.read_text())["ranks"]
     assert stage.total == pytest.approx(found["peak_bytes"], rel=0.03)
 
