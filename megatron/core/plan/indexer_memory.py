@@ -30,7 +30,7 @@ def need_to_choose(config: Config, tokens: Tokens, keys: float) -> float:
 
 def need_for_loss(config: Config, tokens: Tokens, keys: float, channels: int, *, softmaxes: bool) -> float:
     """Bytes of vectors and their gradients, and of a block in which the scores of all heads of attention become a
-    target, and those of the indexer gradients.
+    target, and the indexer's scores gradients.
 
     channels: of the key that all heads of attention share. softmaxes: the target's denominators are not known before.
     """
