@@ -93,21 +93,26 @@ def test_detached_heads_are_clipped_by_themselves() -> None:
 
 
 def logged(style: str, text: str) -> dict[str, float]:
-    """The second iteration's losses, as the log has them."""
-    config, recipe = training(FURTHER[style], text)
+    """The fourth iteration's losses, as the log has them, and the shares of right guesses."""
+    config, recipe = training(FURTHER[style], f"{text},--lr=0.02,--min-lr=0.02")
     with open_local_run(config, recipe, own_rank(config)) as run:
         batches = run.data.open("train", 0)
-        for _ in range(2):
+        for _ in range(4):
             run.hooks.on_step_start(run)
             run.hooks.on_step_end(run, train_step(run, batches))
-        return run.metrics.read()[-1].losses
+        row = run.metrics.read()[-1]
+        return row.losses | {name: row[name] for name in row.values if name.endswith("acceptance_rate")}
 
 
-@pytest.mark.parametrize(("style", "layout"), [("tied", "cp2"), ("experts", f"pp3,{APART}Ett|ttm|L")])
+@pytest.mark.parametrize(("style", "layout"), [("tied", "tp2,sp,cp2"), ("experts", f"pp3,{APART}Ett|ttm|L")])
 def test_losses_in_the_log_do_not_depend_on_the_layout(style: str, layout: str) -> None:
     alone = logged(style, "1")
-    assert list(alone) == ["lm loss", *(f"mtp_{depth} loss" for depth in range(1, 3 if style == "tied" else 2))]
-    assert all(4 < loss < 6 for loss in alone.values()) and len(set(alone.values())) == len(alone)
+    depths = range(1, 3 if style == "tied" else 2)
+    losses = ["lm loss", *(f"mtp_{depth} loss" for depth in depths)]
+    rates = [f"mtp_{depth}_{of}acceptance_rate" for of in ("", "cumulative_") for depth in depths]
+    assert list(alone) == losses + rates and len({alone[name] for name in losses}) == len(losses)
+    assert all(1 < alone[name] < 6 for name in losses)
+    assert 0 < max(alone[name] for name in rates) < 90
     for other in run_distributed(logged, parse_layout(layout).world_size, style, layout, timeout=240.0):
         assert other == pytest.approx(alone, rel=1e-5)
 

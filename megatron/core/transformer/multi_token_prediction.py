@@ -307,18 +307,39 @@ class MultiTokenPredictionLoss(MegatronModule):
         super().__init__(config)
         self.auxiliary_loss_scale = AuxiliaryLossScale()
         self._sums: Tensor | None = None
+        self._guesses: list[Tensor] = []
+        """The likeliest tokens of the logits that a depth makes, int64 [b, ranks, positions] each."""
 
-    def attach(self, hidden_states: Tensor, depth: int, losses: Tensor, loss_mask: Tensor, sequence: Group) -> Tensor:
+    def watch(
+        self, compute_logits: Callable[[Tensor], Tensor], groups: ProcessGroupCollection
+    ) -> Callable[[Tensor], Tensor]:
+        """The function, [s, b, h] -> [s, b, v / tp], of whose logits `attach` is to count the right guesses."""
+        self._guesses = []
+        ranks = groups.tp.size() if self.config.sequence_parallel else 1
+
+        def compute(hidden_states: Tensor) -> Tensor:
+            logits = compute_logits(hidden_states)
+            if self.training and not is_recomputing():
+                guesses = find_likeliest(logits.detach(), groups.tp)
+                self._guesses.append(guesses.t().unflatten(1, (ranks, -1)))
+            return logits
+
+        return compute
+
+    def attach(
+        self, hidden_states: Tensor, depth: int, losses: Tensor, labels: Tensor, loss_mask: Tensor, sequence: Group
+    ) -> Tensor:
         """The hidden states [s, b, h], whose backward also runs the backward of this depth's losses.
 
-        depth: counted from 0. losses [b, s] float32, of each token; loss_mask [b, s], which of them count. sequence:
-        the ranks that share the sequence.
+        depth: counted from 0. losses [b, s] float32, of each token; labels, loss_mask [b, s], which of them count.
+        sequence: the ranks that share the sequence.
         """
         depths = self.config.mtp_num_layers
         assert depths is not None
         loss_sum, num_tokens = (losses * loss_mask).sum(), loss_mask.sum().float()
         if self.training and not is_recomputing():
-            self._add(depth, torch.stack([loss_sum.detach(), num_tokens]))
+            right = torch.cat(self._guesses, dim=2).flatten(1) == labels
+            self._add(depth, torch.stack([loss_sum.detach(), num_tokens, (right * loss_mask).sum().float()]))
         share = loss_sum * (self.config.mtp_loss_scaling_factor / depths)
         if not self.config.calculate_per_token_loss:
             if sequence.size() > 1:
@@ -329,11 +350,24 @@ class MultiTokenPredictionLoss(MegatronModule):
 
     def _add(self, depth: int, sums: Tensor) -> None:
         if self._sums is None:
-            self._sums = sums.new_zeros(self.config.mtp_num_layers or 0, 2)
+            self._sums = sums.new_zeros(self.config.mtp_num_layers or 0, 3)
         self._sums[depth] += sums
 
     def take_sums(self) -> Tensor | None:
-        """For each depth the sum of its losses in training, and how many tokens they are of, float32 [depths, 2], since
-        the last call; None where there was no microbatch."""
+        """For each depth the sum of its losses in training, how many tokens they are of, and how many of these were the
+        likeliest ones, float32 [depths, 3], since the last call; None where there was no microbatch."""
         taken, self._sums = self._sums, None
         return taken
+
+
+def find_likeliest(logits: Tensor, group: Group) -> Tensor:
+    """Token of the largest logit, of equal ones the first: [s, b, v / tp] -> int64 [s, b], the same on every rank."""
+    own, place = logits.max(-1)
+    if group.size() == 1:
+        return place
+    largest = own.clone()
+    all_reduce(largest, group, op="max")
+    vocab = logits.shape[-1]
+    tokens = (place + group.rank() * vocab).masked_fill(own < largest, vocab * group.size())
+    all_reduce(tokens, group, op="min")
+    return tokens

@@ -218,13 +218,16 @@ def _record_layers(run: Run, layers: list[int], values: Mapping[str, Tensor]) ->
 
 
 class PredictionHook(Hook):
-    """Multi-token prediction: `mtp_1 loss`, ..., the mean loss of each further token. Every rank takes part."""
+    """Multi-token prediction: `mtp_1 loss`, ..., the mean loss of each further token, and `mtp_1_acceptance_rate`, ...,
+    percentages of tokens that were the likeliest ones, with `cumulative` since the start. Every rank takes part."""
 
     phase = Phase.MEASURE
     is_collective = True
 
     def __init__(self, depths: int) -> None:
         self.depths = depths
+        self._counts = torch.zeros(())
+        """Of this process's steps, as a step's below."""
 
     @classmethod
     def build(cls, config: RunConfig, context: HookContext) -> PredictionHook | None:
@@ -233,7 +236,7 @@ class PredictionHook(Hook):
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         """Record means over the tokens of the global batch that count."""
-        sums = torch.zeros(self.depths, 2, device=run.device)
+        sums = torch.zeros(self.depths, 3, device=run.device)
         for part in (part for chunk in run.model for part in chunk.module.modules()):
             taken = part.take_sums() if isinstance(part, MultiTokenPredictionLoss) else None
             if taken is not None:
@@ -242,6 +245,12 @@ class PredictionHook(Hook):
         all_reduce(sums, run.groups.world)
         means = sums[:, 0] / sums[:, 1].clamp(min=1)
         run.metrics.record_losses({f"mtp_{depth} loss": mean for depth, mean in enumerate(means.unbind(), start=1)})
+        # In float32 a run's tokens would soon count no more.
+        counts = sums[:, 1:].double()
+        self._counts = self._counts.to(counts) + counts
+        for name, (tokens, right) in (("", counts.unbind(1)), ("cumulative_", self._counts.unbind(1))):
+            for depth, rate in enumerate((100 * right / tokens.clamp(min=1)).unbind(), start=1):
+                run.metrics.record(f"mtp_{depth}_{name}acceptance_rate", rate, reduce="last" if name else "mean")
 
 
 class IndexerHook(Hook):

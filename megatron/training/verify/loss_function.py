@@ -105,7 +105,7 @@ class LossFunction:
                 yield coefficient * weight * float(taken.get(LOSS_NAMES[kind], 0.0))
         for further in self._further:
             sums = further.take_sums()
-            for loss_sum, tokens in () if sums is None else sums.tolist():
+            for loss_sum, tokens, _ in () if sums is None else sums.tolist():
                 share = loss_sum if per_token else loss_sum / max(tokens, 1.0)
                 yield share * model.mtp_loss_scaling_factor / len(sums)  # type: ignore[arg-type]
 

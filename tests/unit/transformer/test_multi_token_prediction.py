@@ -165,13 +165,26 @@ def test_tokens_move_one_place_inside_their_documents() -> None:
     assert TokenShift(SingleRankGroup())(tokens).tolist() == [[2, 3, 4, 5, 6, 7, 8, 0]]
 
 
+def test_right_guesses_are_counted() -> None:
+    """Of tokens that count; of equally likely ones the first is the guess; nothing in evaluation."""
+    model = build_model(LLAMA)
+    loss, groups = model.mtp_loss, model.pg_collection
+    logits = torch.zeros(4, 1, 5)  # four tokens of one sequence, of which the last two guess nothing
+    logits[0, 0, 3] = logits[1, 0, 2] = 1.0
+    labels, mask = torch.tensor([[3, 1, 0, 0]]), torch.tensor([[1.0, 1.0, 1.0, 0.0]])
+    for guesses in (logits, logits):
+        assert loss.watch(lambda x: x, groups)(guesses) is guesses
+        loss.attach(logits, 1, torch.ones(1, 4), labels, mask, SingleRankGroup())
+    assert loss.take_sums().tolist() == [[0.0] * 3, [6.0, 6.0, 4.0]]
+
+
 def test_a_microbatch_without_tokens_that_count_has_finite_gradients() -> None:
     model = build_model(LLAMA)
     ids, positions, labels = token_batch()
     mask = torch.zeros(2, SEQUENCE_LENGTH)
     (model(ids, positions, labels=labels, loss_mask=mask) * mask).sum().backward()
     assert all(torch.isfinite(param.grad).all() for param in model.parameters())
-    assert model.mtp_loss.take_sums().tolist() == [[0.0, 0.0]] * 2
+    assert model.mtp_loss.take_sums().tolist() == [[0.0] * 3] * 2
 
 
 def test_evaluation_and_logits_leave_no_trace() -> None:

@@ -419,8 +419,9 @@ class GPTModel(LanguageModule):
         for depth, states in enumerate(further):
             labels, mask = shift(labels), shift(mask)
             compute_logits = partial(self._compute_logits, detaches_weight=self.config.detaches_prediction)
-            losses = self.compute_loss_of_states(labels, states, compute_logits)
-            hidden_states = self.mtp_loss.attach(hidden_states, depth, losses, mask, shift.sequence)
+            watched = self.mtp_loss.watch(compute_logits, self.pg_collection)
+            losses = self.compute_loss_of_states(labels, states, watched)
+            hidden_states = self.mtp_loss.attach(hidden_states, depth, losses, labels, mask, shift.sequence)
         return hidden_states
 
     def _join_states(self, states: list[Tensor]) -> Tensor:
