@@ -19,7 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.planner.adapter_memory import count_adapters
 from megatron.planner.memory import count_parameters
 from megatron.planner.parameters import count_on_rank, count_whole
-from megatron.planner.state_memory import count_state_bytes
+from megatron.planner.state_memory import Elements, count_state_bytes
 from megatron.training.config.container import RunConfig
 from megatron.training.flags.read import read_run_config
 from megatron.training.launch.initialize import build_rank_grid
@@ -193,5 +193,7 @@ def test_adapters_alone_have_gradients_and_state() -> None:
     config = read_run_config(f"{COMMON} {STYLES['llama']} --lora-rank 3 --bf16".split(), {})
     work = describe_gpt_workload(config, 128)
     # A weight of 2 bytes; of an adapter also a gradient and a main weight in float32, and two moments.
-    counted = count_state_bytes(config.model, config.ddp, config.optimizer, work, 1000.0, 0.0, (10.0, 0.0))
+    counted = count_state_bytes(
+        config.model, config.ddp, config.optimizer, work, Elements(1000.0, 0.0, 0.0), (10.0, 0.0)
+    )
     assert counted == 1000 * 2 + 10 * (2 + 4 + 4 + 4 + 4)
