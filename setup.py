@@ -83,7 +83,7 @@ setup(
         "docs": DOCUMENTATION,
         "inference": INFERENCE,
         "wandb": ["wandb>=0.16"],
-        "programs": ["lm_eval==0.4.13", "accelerate>=1.0", "peft>=0.18"],
+        "programs": ["lm_eval==0.4.13", "accelerate>=1.0", "peft>=0.18", "compressed-tensors>=0.15"],
         "rich": ["rich>=13"],
         "plot": ["matplotlib>=3.7"],
         "data": ["nltk>=3.9", "tiktoken>=0.9", "zstandard>=0.22"],

@@ -39,6 +39,8 @@ from megatron.hf.checkpoints import (
     read_carried,
     write_checkpoint,
 )
+from megatron.hf.compressed import GLOBAL_SCALE, PACKED, CompressedWeights
+from megatron.hf.compressed import SCALE as COMPRESSED_SCALE
 from megatron.hf.entries import Entry, count_values, list_entries, list_shapes, list_their_shapes
 from megatron.hf.progress import ConversionProgress
 from megatron.hf.quantised import SCALE, DequantisedTensors, FP8Weights
@@ -343,22 +345,26 @@ def export_model(
     verify: bool = True,
     check: Callable[[Path], object] | None = None,
     group: Group = ALONE,
-    in_fp8: bool = False,
+    weight_format: str | None = None,
 ) -> Path:
     """Write a checkpoint of ours as a Hugging Face directory `output`. Returns `output`.
 
-    in_fp8: round the matrices of linear layers to 8 bits. verify: read it again and compare. check: called with the
-    directory while it still has another name, by the first process. group: processes that all call this; each writes
-    some of the files, and compares a share. Raises CheckpointError, ConfigError or StorageError on all of them;
-    `output` then does not exist.
+    weight_format: round the matrices of linear layers to one of convert.WEIGHT_FORMATS. verify: read it again and
+    compare. check: called with the directory while it still has another name, by the first process. group: processes
+    that all call this; each writes some of the files, and compares a share. Raises CheckpointError, ConfigError or
+    StorageError on all of them; `output` then does not exist.
     """
     checkpoint = model.checkpoint
     carried = {name: file for name, file in checkpoint.list_attachments(CARRIED).items() if name != CONFIG_JSON}
     others = carried | checkpoint.list_attachments(TOKENIZER)
     shapes = list_shapes(model.entries, lambda key: checkpoint.contents[key].dtype)
     config_json, store = model.config_json, _store_plainly
-    if in_fp8:
-        weights = FP8Weights(model.entries)
+    if weight_format is not None:
+        weights = (
+            FP8Weights(model.entries)
+            if weight_format == "fp8-block"
+            else CompressedWeights(model.entries, weight_format)
+        )
         shapes, store = weights.list_shapes(shapes), weights.store
         config_json = {**config_json, "quantization_config": weights.describe()}
     files = plan_files(shapes, group.size())
@@ -441,7 +447,8 @@ def split_all(
     def list_parts() -> Iterator[tuple[str, Tensor]]:
         for entry in entries:
             # A tensor and its scale may be in different files.
-            theirs = [name for base in list_their_shapes([entry]) for name in (base, base + SCALE)]
+            bases = list_their_shapes([entry])
+            theirs = [base + end for base in bases for end in ("", SCALE, PACKED, COMPRESSED_SCALE, GLOBAL_SCALE)]
             if wanted is None or any(name in wanted for name in theirs):
                 yield from entry.split(read(entry.key))
 

@@ -31,6 +31,8 @@ from megatron.training.recipes.missing_families import MISSING
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import Group
 
+WEIGHT_FORMATS = ("fp8-block", "fp8-tensor", "fp8-channel", "nvfp4", "mxfp4")
+"""Formats of --weight-format: the first is quantised.FP8Weights, the others are compressed.CompressedWeights."""
 _SIZES = {
     "--tensor-model-parallel-size": "ranks that share each layer",
     "--pipeline-model-parallel-size": "stages of the pipeline",
@@ -95,8 +97,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         action="store_true",
         help="of --target hf: only the adapters, as a directory that peft reads, instead of merged weights",
     )
-    add("--fp8-weights", action="store_true",
-        help="of --target hf: linear layers in FP8 with scales of 128 x 128, as DeepSeek-V3 has them")  # fmt: skip
+    add("--fp8-weights", action="store_true", help="the same as --weight-format fp8-block")
+    add("--weight-format", choices=WEIGHT_FORMATS,
+        help="of --target hf: round the matrices of linear layers; fp8-block: with scales of 128 x 128, as DeepSeek-V3 "
+        "has them; the others as compressed-tensors has them")  # fmt: skip
     add("--family", metavar="FILE.py", type=path,
         help="Python file with a family of your own, FAMILY = Family(...); it is run (docs/conversion.md)")  # fmt: skip
     add("--list", action=_ListFamilies, nargs=0, help="print the families that convert, and what is exact")
@@ -113,11 +117,17 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
             raise ConfigError(f"{name} {value} must be at least 1")
     if arguments.target == "hf" and arguments.ckpt_format != "torch_dist":
         raise ConfigError("--ckpt-format torch is a format of --target megatron; leave it out")
-    for name in ("fp8_weights", "adapter"):
+    for name in ("fp8_weights", "weight_format", "adapter"):
         if arguments.target != "hf" and getattr(arguments, name):
             raise ConfigError(f"--{name.replace('_', '-')} is a format of --target hf; leave it out")
-    if arguments.adapter and arguments.fp8_weights:
-        raise ConfigError("--adapter writes no weights of the model; leave --fp8-weights out")
+    flag = "--fp8-weights" if arguments.fp8_weights else "--weight-format"
+    if arguments.fp8_weights and arguments.weight_format not in (None, "fp8-block"):
+        raise ConfigError(
+            f"{flag} is --weight-format fp8-block, and {arguments.weight_format} is given; keep one of them"
+        )
+    arguments.weight_format = "fp8-block" if arguments.fp8_weights else arguments.weight_format
+    if arguments.adapter and arguments.weight_format:
+        raise ConfigError(f"--adapter writes no weights of the model; leave {flag} out")
     if arguments.source == "hf" and arguments.ckpt_step is not None:
         raise ConfigError(f"--ckpt-step {arguments.ckpt_step} chooses a checkpoint, and --source hf has none")
     return arguments
@@ -197,7 +207,7 @@ def _to_hf(arguments: argparse.Namespace, group: Group) -> None:
 
         def check(result: Path) -> None:
             # Rounded weights compute other logits, by an amount that says nothing about the conversion.
-            if arguments.fp8_weights:
+            if arguments.weight_format:
                 say("verified: every weight bit for bit as it is rounded")
                 return
             say(f"verified: every weight bit for bit; {compare_logits(result, model.checkpoint.path, families)}")
@@ -208,7 +218,7 @@ def _to_hf(arguments: argparse.Namespace, group: Group) -> None:
             verify=verify,
             check=check if verify else None,
             group=group,
-            in_fp8=arguments.fp8_weights,
+            weight_format=arguments.weight_format,
         )
 
 

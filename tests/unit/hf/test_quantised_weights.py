@@ -174,7 +174,7 @@ def test_a_model_is_written_in_fp8_and_read_again(name: str, tmp_path: Path, mon
     make_model(name).bfloat16().save_pretrained(tmp_path / "hf")
     import_model(open_source(tmp_path / "hf"), tmp_path / "ours")
     monkeypatch.setattr(conversion, "plan_files", functools.partial(plan_files, shard_bytes=20_000))
-    export_model(open_model(tmp_path / "ours"), tmp_path / "fp8", in_fp8=True)
+    export_model(open_model(tmp_path / "ours"), tmp_path / "fp8", weight_format="fp8-block")
     assert len(list((tmp_path / "fp8").glob("model-*.safetensors"))) > 2, "scales may lie in another file"
     plain, written = read_all(tmp_path / "hf"), read_all(tmp_path / "fp8")
     rounded = {key for key, tensor in written.items() if tensor.dtype == torch.float8_e4m3fn}
@@ -195,7 +195,7 @@ def test_a_model_is_written_in_fp8_and_read_again(name: str, tmp_path: Path, mon
     source = open_source(tmp_path / "fp8")
     assert f"{len(rounded)} tensors stored as fp8 are read as bfloat16" in source.notes
     import_model(source, tmp_path / "again")
-    export_model(open_model(tmp_path / "again"), tmp_path / "twice", in_fp8=True)
+    export_model(open_model(tmp_path / "again"), tmp_path / "twice", weight_format="fp8-block")
     read = {key: open_source(tmp_path / "twice").tensors.read(key) for key in plain}
     assert_same_tensors(read, {key: source.tensors.read(key) for key in plain})
 
