@@ -6,7 +6,7 @@ literal below it) are enough for most flags; `flag(...)` adds what they cannot s
 kind of fact the field is, and what it needs to have an effect. `megatron/training/flags` turns this into `--flags`.
 
 The command line, a YAML file and a Python caller all get the same sentences for the same mistake: `find_value_problem`
-judges one value, `CheckedConfig.problems` the relations of a config's fields, and construction raises `ConfigError`
+judges one value, `CheckedConfig.rules` the relations of a config's fields, and construction raises `ConfigError`
 with all of them. This module and every config module import neither torch nor numpy, so that `--help` answers at once.
 """
 
@@ -144,7 +144,7 @@ class CheckedConfig:
     """A config that fills in what follows from its fields and checks itself when it is made.
 
     Raises ConfigError with everything that is wrong: values by themselves, then relations between fields. A subclass
-    extends `derive` and `problems`, calling its base's methods first, as the groups of fields that form one config do.
+    extends `derive`, calling its base's method first, as the groups of fields that form one config do, and has `rules`.
     """
 
     usual_kind: ClassVar[FieldKind | None] = None
@@ -161,9 +161,15 @@ class CheckedConfig:
     def derive(self) -> None:
         """Fill in the fields that follow from others. Required fields may be None here: they are complained about."""
 
-    def problems(self) -> Iterator[str]:
-        """A sentence for every relation between fields that does not hold. Required fields may be None here."""
+    def rules(self) -> Iterator[str]:
+        """A sentence for every relation between fields that does not hold, of those that one class knows: each class of
+        a config has its own, and calls no other's. Required fields may be None here."""
         yield from ()
+
+    def problems(self) -> Iterator[str]:
+        """The rules of all classes of the config, bases first."""
+        for cls in reversed(type(self).__mro__):
+            yield from vars(cls)["rules"](self) if "rules" in vars(cls) else ()
 
     def say(self, name: str) -> str:
         """A field as a user writes it: `--micro-batch-size 2`, `--no-rope-fusion`."""

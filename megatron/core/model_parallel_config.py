@@ -140,8 +140,7 @@ class ModelParallelConfig(CheckedConfig):
         if self.expert_tensor_parallel_size is None:
             self.expert_tensor_parallel_size = self.tensor_model_parallel_size
 
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
+    def rules(self) -> Iterator[str]:
         yield from refuse_missing(self, _REFUSED)
         if self.fp16 and self.bf16:
             yield "--fp16 and --bf16 contradict each other; keep one"

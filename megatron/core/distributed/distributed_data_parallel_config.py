@@ -93,8 +93,7 @@ class FullyShardedConfig(CheckedConfig):
     fsdp_db_use_persist_buf_on_alloc_fail: bool = flag(False, kind="layout")
     """A hint about the two buffers of --fsdp-double-buffer."""
 
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
+    def rules(self) -> Iterator[str]:
         unit, fine = "suggested_communication_unit_size", "megatron_fsdp_enable_fine_grained_param_gather"
         if self.use_torch_fsdp2 and getattr(self, unit) is not None and getattr(self, fine):
             yield f"{self.say(unit)} gathers layers together, {self.say(fine)} parts of them each for itself; keep one"
@@ -161,8 +160,7 @@ class DistributedDataParallelConfig(FullyShardedConfig):
     use_custom_fsdp: bool = derived(False, kind="layout")
     """Only False: the former name of use_megatron_fsdp."""
 
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
+    def rules(self) -> Iterator[str]:
         for name in ("fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag", "use_custom_fsdp"):
             if getattr(self, name):
                 yield f"DistributedDataParallelConfig has no {name}: use use_megatron_fsdp for FSDP, or leave it out"

@@ -192,8 +192,7 @@ class OptimizerConfig(CheckedConfig):
     reuse_grad_buf_for_mxfp8_param_ag: bool = derived(False, kind="kernel")
     """Only False: gradients have a separate buffer."""
 
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
+    def rules(self) -> Iterator[str]:
         if self.reuse_grad_buf_for_mxfp8_param_ag:
             yield "reuse_grad_buf_for_mxfp8_param_ag is not supported: gradients have their own buffer; leave it out"
         yield from self._rates_fall()

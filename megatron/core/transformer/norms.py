@@ -110,7 +110,7 @@ class Norm(MegatronModule, ABC):
         what goes on from it to another place. Only where `can_join` says so. Overwrites x where there is a residual.
         """
         if self._runs_kernel(x, bias, residual):
-            offset = getattr(self, "bias", None)
+            offset = self._parameters.get("bias")
             joined = _KernelNorm.apply(x, bias, residual, self.weight, offset, self.eps, self.zero_centered)
             return joined if returns_sum else joined[0]
         assert not returns_sum, "asked for a sum that no kernel makes"

@@ -48,6 +48,7 @@ class TransformerBlock(MegatronModule):
     """The layers of one pipeline stage, one after the other: [s, b, h] -> [s, b, h]."""
 
     final_norm_name: ClassVar[str] = "final_layernorm"
+    pre_process = True
 
     def __init__(
         self,
@@ -146,7 +147,7 @@ class TransformerBlock(MegatronModule):
     def forward(self, hidden_states: Tensor, *inputs: Any, **named: Any) -> Tensor:
         """[s, b, h], or a WrappedTensor of it -> [s, b, h]; inputs: the fields of StageInputs, or by name what
         upstream's block takes."""
-        if not getattr(self, "pre_process", True):
+        if not self.pre_process:
             assert self.input_tensor is not None, "this stage takes hidden states of another; call set_input_tensor()"
             hidden_states = self.input_tensor
         elif not isinstance(hidden_states, Tensor):

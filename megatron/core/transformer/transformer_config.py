@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import fnmatch
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +24,16 @@ from megatron.core.transformer.config_fields.initialization import Initializatio
 from megatron.core.transformer.config_fields.latent_attention import LatentAttentionFields
 from megatron.core.transformer.config_fields.moe import MoEFields
 from megatron.core.transformer.config_fields.mup import MuPFields
+from megatron.core.transformer.config_fields.offload import OF_EXPERTS
 from megatron.core.transformer.config_fields.pipeline import PipelineFields
 from megatron.core.transformer.config_fields.positions import compute_yarn_magnitude
-from megatron.core.transformer.config_fields.precision import LAST_BLOCK, MULTIPLES, PrecisionFields
+from megatron.core.transformer.config_fields.precision import (
+    ATTENTION_LAYERS,
+    LAST_BLOCK,
+    LINEAR_LAYERS,
+    MULTIPLES,
+    PrecisionFields,
+)
 from megatron.core.transformer.config_fields.program_fields import ProgramFields
 from megatron.core.transformer.config_fields.sparse_attention import SparseAttentionFields
 from megatron.core.transformer.config_fields.state_mixers import StateMixerFields
@@ -152,18 +160,50 @@ class TransformerConfig(
         yield from self._mlp_may_be_divided()
         yield from self._tables_see_tokens()
         yield from self.kernel_problems()
-        if "mla_up_proj" in (self.recompute_modules or ()) and not self.multi_latent_attention:
-            yield "--recompute-modules mla_up_proj needs --multi-latent-attention, which has that projection"
-        kinds = {branch.kind for branch in read_plan(self).branches()}
-        if "gdn_norm_out" in (self.recompute_modules or ()) and not kinds & {"gated_delta_net", "gated_delta_net_2"}:
-            yield (
-                "--recompute-modules gdn_norm_out needs a gated delta net, the letter G or --linear-attention-freq; "
-                "leave it out"
-            )
+        yield from self._chosen_parts_exist()
+        if self.few_bits_recipe is not None:
+            yield from self._patterns_name_layers()
         if self.overlap_moe_expert_parallel_comm:
             yield from self._exchanges_can_be_hidden()
         elif self.overlap_dispatch_backward_with_experts_wgrad:
             yield from self.token_exchange_problems("--overlap-dispatch-backward-with-experts-wgrad")
+
+    def _chosen_parts_exist(self) -> Iterator[str]:
+        """What is recomputed or offloaded is in a layer of this model."""
+        recomputed, offloads = self.recompute_modules or (), self.fine_grained_activation_offloading
+        selective, is_dense = self.recompute_granularity == "selective", self.num_moe_experts is None
+        for part in ("moe", "moe_act", "shared_experts") if selective else ():
+            if part in recomputed and is_dense and not self.moe_layer_recompute:
+                yield f"--recompute-modules {part} needs --num-experts; leave it out for a dense model"
+        has_shared = self.moe_shared_expert_intermediate_size is not None
+        if selective and "shared_experts" in recomputed and not is_dense and not has_shared:
+            yield "--recompute-modules shared_experts needs --moe-shared-expert-intermediate-size"
+        if "mla_up_proj" in recomputed and not self.multi_latent_attention:
+            yield "--recompute-modules mla_up_proj needs --multi-latent-attention, which has that projection"
+        kinds = {branch.kind for branch in read_plan(self).branches()}
+        if "gdn_norm_out" in recomputed and not kinds & {"gated_delta_net", "gated_delta_net_2"}:
+            yield (
+                "--recompute-modules gdn_norm_out needs a gated delta net, the letter G or --linear-attention-freq; "
+                "leave it out"
+            )
+        for part in OF_EXPERTS:
+            if offloads and part in self.offload_modules and is_dense:
+                yield f"--offload-modules {part} needs --num-experts; a dense MLP has mlp_fc1 and mlp_act"
+
+    def _patterns_name_layers(self) -> Iterator[str]:
+        """A pattern of --fp8-bf16-layers that no name can match is a mistake."""
+        # Names of the plan, because a command line is checked before any model exists.
+        plan = read_plan(self)
+        names = [f"{layer.name}.{name}" for layer in plan.layers for name in LINEAR_LAYERS]
+        inputs = ("eh_proj",) if self.num_streams is None else ("e_proj", "h_proj")
+        depths = [layer.name.rpartition(".")[0] for layer in plan.prediction]
+        names += ["output_layer", *(f"{depth}.{name}" for depth in depths for name in inputs)]
+        for pattern in (plan.decoder and self.fp8_bf16_layers) or ():
+            if not fnmatch.filter(names, pattern):
+                yield (
+                    f"--fp8-bf16-layers {pattern} matches no linear layer; names are such as {names[0]} and "
+                    f"{names[len(ATTENTION_LAYERS) + 1]}, and * stands for any part of one"
+                )
 
     def _inner_widths_divide_over_ranks(self) -> Iterator[str]:
         """Ranks that share an MLP, an expert or the shared expert have equal parts of its inner width."""

@@ -272,7 +272,7 @@ class CheckpointConfig(CheckedConfig):
         follows from it is collective."""
         return self.load_main_params_from_ckpt and (model.bf16 or model.fp16)
 
-    def problems(self) -> Iterator[str]:
+    def rules(self) -> Iterator[str]:
         """Intervals, places, and what is loaded."""
         interval, kept = self.save_interval, self.save_retain_interval
         # Only iterations that are saved can stay: with another number some of those to be kept would never be written.

@@ -138,9 +138,8 @@ class DataConfig(FillInTheMiddle):
         if self.dataloader_type is None:
             self.dataloader_type = "single"
 
-    def problems(self) -> Iterator[str]:
+    def rules(self) -> Iterator[str]:
         """One source of data, and options that fit it."""
-        yield from super().problems()
         yield from self._source_problems()
         yield from self._share_problems()
         yield from self._document_problems()

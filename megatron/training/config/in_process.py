@@ -65,7 +65,7 @@ class InProcessConfig(CheckedConfig):
     inprocess_empty_cuda_cache: bool = flag(False, needs=_RESTARTS)
     """Give the GPU's cached memory back before each new beginning."""
 
-    def problems(self) -> Iterator[str]:
+    def rules(self) -> Iterator[str]:
         """Each time must be shorter than what it is part of."""
         for less, more in _ORDER:
             if getattr(self, less) >= getattr(self, more):

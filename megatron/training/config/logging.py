@@ -132,7 +132,7 @@ class LoggerConfig(CheckedConfig):
     )
     """Alert when no step has ended for so long."""
 
-    def problems(self) -> Iterator[str]:
+    def rules(self) -> Iterator[str]:
         """An alert's command and address can be used."""
         if self.alert_command is not None:
             try:

@@ -87,7 +87,7 @@ class GPTModelFlags(CheckedConfig):
     bias_swiglu_fusion: bool = flag(True, off_names=("--no-bias-swiglu-fusion",), kind="kernel")
     """Gated activations as one differentiable operation that keeps only its inputs."""
 
-    def problems(self) -> Iterator[str]:
+    def rules(self) -> Iterator[str]:
         """Check that there is one activation, and that a custom layer is named completely."""
         # --openai-gelu may be combined with --geglu, where it means the gate's form.
         exclusive = ["swiglu", "quick_geglu", "squared_relu", "relu"] + ["geglu" if self.geglu else "openai_gelu"]

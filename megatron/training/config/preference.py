@@ -41,9 +41,8 @@ class PreferenceConfig(CheckedConfig):
     dpo_label_smoothing: float = flag(0.0, minimum=0.0, maximum=0.5, needs=_DPO)
     """Share of the pairs that may be the wrong way round."""
 
-    def problems(self) -> Iterator[str]:
+    def rules(self) -> Iterator[str]:
         """Settings that exclude each other."""
-        yield from super().problems()
         if self.dpo_reference is not None and self.dpo_reference_free:
             yield "--dpo-reference-free takes no reference model, --dpo-reference names one; keep one"
         if self.dpo_loss == "ipo":

@@ -89,7 +89,7 @@ class ProfilingConfig(CheckedConfig):
     """Directory for the times of every action of the pipeline in those iterations; tools/draw_schedule.py draws
     them."""
 
-    def problems(self) -> Iterator[str]:
+    def rules(self) -> Iterator[str]:
         """The profiled iterations are some."""
         is_used = self.profile or self.pipeline_trace_dir is not None
         if is_used and self.profile_step_end <= self.profile_step_start:

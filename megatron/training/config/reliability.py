@@ -197,7 +197,7 @@ class ReliabilityConfig(CheckedConfig):
     """Iterations between measurements of each rank's device and groups, as in --preflight, which name the ranks that
     are far from the median; they take about a second."""
 
-    def problems(self) -> Iterator[str]:
+    def rules(self) -> Iterator[str]:
         """Each fault can be read, and what is injected is said in one way."""
         yield from find_injection_problems(self)
         for text in self.simulate_fault:

@@ -53,7 +53,7 @@ class SchedulerConfig(CheckedConfig):
     )
     """Schedule settings of the checkpoint win over the command line's."""
 
-    def problems(self) -> Iterator[str]:
+    def rules(self) -> Iterator[str]:
         """Warm-up and weight decay are said once and completely."""
         for name in ("lr_warmup_iters", "lr_warmup_samples"):
             if self.lr_warmup_fraction is not None and getattr(self, name):

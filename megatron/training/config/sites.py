@@ -83,7 +83,7 @@ class SitesConfig(CheckedConfig):
         parted = (text.partition(":") for text in self.data_site)
         return [(int(site) if site.isdecimal() and prefix else -1, prefix) for site, _, prefix in parted]
 
-    def problems(self) -> Iterator[str]:
+    def rules(self) -> Iterator[str]:
         """Parts of an interval, and of the sites."""
         steps, parts, sites = self.diloco_inner_steps, self.diloco_fragments, self.diloco_replicas
         if steps % parts:

@@ -104,7 +104,7 @@ class TrainingConfig(CheckedConfig):
         """--phase-transition-iterations as numbers, in order; none where they are not given."""
         return sorted({int(number) for number in (self.phase_transition_iterations or "").split(",") if number.strip()})
 
-    def problems(self) -> Iterator[str]:
+    def rules(self) -> Iterator[str]:
         """The length is said once; the signal can be waited for; phases end after numbered iterations."""
         transitions = self.phase_transition_iterations
         if transitions is not None and not re.fullmatch(r" *[1-9][0-9]{0,11} *(, *[1-9][0-9]{0,11} *)*", transitions):
@@ -195,7 +195,7 @@ class ValidationConfig(CheckedConfig):
     validation_set_names: list[str] | None = None
     """Names of the validation sets in logs, in their order; their numbers from 0 when not given."""
 
-    def problems(self) -> Iterator[str]:
+    def rules(self) -> Iterator[str]:
         """Named sets are kept apart, under distinct names."""
         names = self.validation_set_names
         if names and not self.multiple_validation_sets:

@@ -21,11 +21,14 @@ from megatron.training.config.layout_relations import sharding_flag
 from megatron.training.config.model_relations import find_what_no_graph_repeats
 from megatron.training.config.relations import compute_schedule_lengths, samples_per_scheduled_iteration
 from megatron.training.config.run_groups import list_settings
+from megatron.training.flags.declarations import declared_flags
+from megatron.training.flags.flag import notes_of_idle_flags
 
 
 def derive(run: RunConfig, given: Set[str]) -> Iterator[str]:
     """Derive everything, in the order in which settings depend on each other; yield notes. given: names of the settings
     that a user wrote."""
+    yield from _idle_flags(run, given)
     yield from _letters(run, given)
     yield from _processes(run, given)
     yield from _batch(run)
@@ -39,6 +42,13 @@ def derive(run: RunConfig, given: Set[str]) -> Iterator[str]:
     yield from _graphs(run, given)
     yield from _checkpoint(run)
     yield from _data(run)
+
+
+def _idle_flags(run: RunConfig, given: Set[str]) -> Iterator[str]:
+    """Note the switches that have nothing to do here, whatever else is asked."""
+    for flag in declared_flags():
+        if flag.dest in given and (note := notes_of_idle_flags().get(run.say(flag.dest))):
+            yield f"{run.say(flag.dest)} {note}"
 
 
 def _letters(run: RunConfig, given: Set[str]) -> Iterator[str]:
@@ -75,32 +85,15 @@ def _processes(run: RunConfig, given: Set[str]) -> Iterator[str]:
     if model.sequence_parallel and model.tensor_model_parallel_size == 1:
         yield "--sequence-parallel has no effect with --tensor-model-parallel-size 1"
         model.sequence_parallel = False
-    if model.overlap_p2p_comm_warmup_flush:
-        yield "--overlap-p2p-communication-warmup-flush has no effect: transfers overlap in every phase already"
-    if model.ep_overlap_early_attn_memory_release:
-        yield (
-            "--ep-overlap-early-attn-memory-release has no effect: a backward frees what it has read as it goes, and "
-            "both micro-batches take turns at every exchange"
-        )
     if "use_layer_wise_param_layout" in given:
         yield (
             "--use-layer-wise-param-layout has no effect: matrices that lie on a cut are put together for their update"
         )
-    if run.tokenizer.use_gigatoken:
-        yield "--use-gigatoken has no effect here: tools/preprocess_data.py encodes text, training reads token ids"
-    if not run.distributed.use_gloo_process_groups:
-        yield "--disable-gloo-process-groups has no effect: no groups are made beside those of the run's own backend"
     if model.moe_token_dispatcher_type == "flex":
         yield (
             "--moe-token-dispatcher-type flex becomes alltoall, by the collectives of torch.distributed instead of "
             "DeepEP, HybridEP or NCCL EP; the numbers stay the same"
         )
-    for name in ("fp8", "fp4"):
-        if getattr(model, f"{name}_param_gather"):
-            yield (
-                f"--{name}-param-gather has no effect: parameters are gathered in the number format of the model, and "
-                f"each rank rounds them to {name.upper()}"
-            )
     if run.gpt.transformer_impl == "transformer_engine":
         yield "--transformer-impl transformer_engine: on a CPU, which it is not for, the layers run on plain torch"
 
@@ -167,21 +160,10 @@ def _attention(run: RunConfig) -> Iterator[str]:
 # | optim_grads_params                | and parameters (ZeRO-3)    | PyTorch's FSDP2                        |
 _DIVIDED = {"optim_grads": "gradients and optimizer state (ZeRO-2)", "optim_grads_params": "everything (ZeRO-3)"}
 _OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather", "overlap_param_gather_with_optimizer_step")
-# Switches that do not change results, and what happens instead of what they request.
-_HINTS = {
-    "fsdp_double_buffer": "PyTorch's allocator hands out the memory of the last layers again",
-    "megatron_fsdp_max_pool_double_buffer": "there are no fixed buffers to gather into",
-    "fsdp_db_use_persist_buf_on_alloc_fail": "there are no fixed buffers to gather into",
-    "fsdp_manual_registration": "NCCL is told of memory whenever PyTorch's pool of it grows",
-    "disable_symmetric_registration": "memory is registered without symmetric windows anyway",
-}
 
 
 def _sharding(run: RunConfig, given: Set[str]) -> Iterator[str]:
     ddp = run.ddp
-    for name, instead in _HINTS.items():
-        if getattr(ddp, name):
-            yield f"{run.say(name)} has no effect: {instead}"
     if not given & {"use_torch_fsdp2", "use_megatron_fsdp"}:
         return
     asked = sharding_flag(run)
@@ -300,8 +282,6 @@ def _graphs(run: RunConfig, given: Set[str]) -> Iterator[str]:
         yield "--cuda-graph-modules moe_preprocess is launched one kernel at a time, behind the graph of moe_router"
     if model.dsa_kernel_backend != "none":
         yield f"{model.say('dsa_kernel_backend')}: sparse attention is computed as with none, the same function"
-    if model.te_rng_tracker:
-        yield "--te-rng-tracker has no effect: graphs move on the generator that everything else draws from"
 
 
 def _checkpoint(run: RunConfig) -> Iterator[str]:

@@ -5,7 +5,7 @@ fields of configs   the settings that have a place in a RunConfig
 flag_table.tsv      every other upstream flag: planned (with the coming capability) or not supported (with the reason
                     and the alternative)
 former_flags.tsv    spellings of earlier releases that are accepted with a note because something equivalent exists, or
-                    refused with what replaced them
+                    refused with what replaced them; and flags that have a field, and nothing to do
 """
 
 from __future__ import annotations
@@ -101,7 +101,14 @@ def former_flags() -> tuple[FormerFlag, ...]:
             is_upstream=row["upstream"] == "current",
         )
         for row in _rows("former_flags.tsv")
+        if row["outcome"] != "idle"
     )
+
+
+@functools.cache
+def notes_of_idle_flags() -> dict[str, str]:
+    """Return the notes of former_flags.tsv on flags that have a field, by spelling, as they follow it."""
+    return {row["flag"]: row["text"] for row in _rows("former_flags.tsv") if row["outcome"] == "idle"}
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
@@ -175,7 +175,7 @@ class GPTModel(LanguageModule):
         """This chunk's embedding, or an earlier chunk's on this process; None where there is neither."""
         if self._embedding_elsewhere:
             return self._embedding_elsewhere[0]
-        return getattr(self, "embedding", None)
+        return cast("LanguageModelEmbedding | None", self._modules.get("embedding"))
 
     def share_embedding_of(self, chunk: GPTModel) -> None:
         """Share the embedding of an earlier chunk on this process, which stays its owner."""

@@ -93,8 +93,7 @@ class AdapterFields(MoEFields):
             and not is_named(projection, self.lora_exclude or [])
         ]
 
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
+    def rules(self) -> Iterator[str]:
         if self.lora_rank is None:
             return
         known = {*PROJECTIONS, *(layer for layers in PROJECTIONS.values() for layer in layers)}

@@ -137,8 +137,7 @@ class ArchitectureFields(ModelParallelConfig):
             is_swiglu = self.gated_linear_unit and self.activation_func == "silu"
             self.ffn_hidden_size = int(4 * width * 2 / 3 / 64) * 64 if is_swiglu else 4 * width
 
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
+    def rules(self) -> Iterator[str]:
         if self.heterogeneous_layers_config_path is not None and self.heterogeneous_layers_config_encoded_json is None:
             try:
                 read_encoded(self.heterogeneous_layers_config_path)

@@ -164,8 +164,7 @@ class AttentionFields(ArchitectureFields):
         if self.apply_query_key_layer_scaling:
             self.attention_softmax_in_fp32 = True
 
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
+    def rules(self) -> Iterator[str]:
         yield from self._heads_divide_the_width()
         yield from self.head_problems(self.tensor_model_parallel_size)
         yield from self._norms_of_queries_and_keys()

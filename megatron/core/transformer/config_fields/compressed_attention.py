@@ -57,8 +57,7 @@ class CompressedAttentionFields(SparseAttentionFields):
             self.kv_lora_rank = self.qk_head_dim = max(1, self.v_head_dim - self.qk_pos_emb_head_dim)
         super().derive()
 
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
+    def rules(self) -> Iterator[str]:
         if self.experimental_attention_variant == "dsv4_hybrid":
             yield from self._ratio_problems()
         if self.is_compressed:

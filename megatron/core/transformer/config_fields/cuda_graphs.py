@@ -76,8 +76,7 @@ class CudaGraphFields(OffloadFields):
             # Whole layers are what no module at all stands for.
             self.cuda_graph_modules = [part for part in self.cuda_graph_scope_deprecated if part != "full"]
 
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
+    def rules(self) -> Iterator[str]:
         if self.enable_cuda_graph and self.external_cuda_graph:
             yield "--enable-cuda-graph and --external-cuda-graph contradict each other; use --cuda-graph-impl"
         if self.cuda_graph_impl != "none":
@@ -127,7 +126,7 @@ class CudaGraphFields(OffloadFields):
         idle = [part for part in offloaded if part in kept and part not in OF_EXPERTS]
         if idle:
             yield f"--offload-modules {' '.join(idle)}: {asked} cannot move what a CUDA graph keeps; leave them out"
-        if getattr(others, "tp_comm_overlap", False):
+        if self.tp_comm_overlap:
             yield f"{asked} cannot record --tp-comm-overlap; leave out one of them"
         yield from self._recomputation_can_be_recorded(asked)
         if self.records("attn"):

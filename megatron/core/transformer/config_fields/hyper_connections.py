@@ -54,8 +54,7 @@ class HyperConnectionFields(CudaGraphFields, PipelineFields):
         """Channels of what layers and pipeline stages pass on: the hidden states of all streams, side by side."""
         return self.hidden_size * (self.num_streams or 1)
 
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
+    def rules(self) -> Iterator[str]:
         if self.enable_hyper_connections and self.enable_mhc_connections:
             yield "--enable-hyper-connections and --enable-mhc-connections are two forms of one thing; keep one"
         if self.num_streams is None:

@@ -38,8 +38,7 @@ class LatentAttentionFields(PositionFields):
         if is_stretched and self.yarn_original_max_position_embeddings is None:
             self.yarn_original_max_position_embeddings = 4096
 
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
+    def rules(self) -> Iterator[str]:
         if self.multi_latent_attention:
             yield from self._latent_attention_stands_alone()
             yield from self._latent_attention_has_positions()

@@ -208,8 +208,7 @@ class MoEFields(ArchitectureFields):
         """True if something bounds how many tokens an expert or a rank takes."""
         return any(getattr(self, name) is not None for name in CAPACITY_FACTORS)
 
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
+    def rules(self) -> Iterator[str]:
         # A dense model: the other fields have their defaults, or have been refused by what they need.
         if self.num_moe_experts is None:
             if self.expert_model_parallel_size > 1:

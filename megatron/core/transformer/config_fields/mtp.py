@@ -58,8 +58,7 @@ class MTPFields(ArchitectureFields):
         self.mtp_num_layers = self.mtp_num_layers or None
         follow_letters(self)
 
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
+    def rules(self) -> Iterator[str]:
         if self.hybrid_override_pattern is not None and self.hybrid_layer_pattern is not None:
             yield f"{self.say('hybrid_override_pattern')} is an earlier name of --hybrid-layer-pattern; keep one"
         is_alone = self.hybrid_layer_pattern is None and self.mtp_num_layers is not None

@@ -50,8 +50,7 @@ class MuPFields(InitializationFields):
     mup_attn_scale_power: float = flag(1.0, minimum=0, kind="function", needs=_MUP)
     """With --use-mup, attention scores have the factor (width of a base head)^(p - 1/2) / (width of a head)^p."""
 
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
+    def rules(self) -> Iterator[str]:
         # Two words for one number: with both, a later change of one would silently lose against the other.
         if self.use_mup and self.mup_base_hidden_size is not None and self.mup_width_mult != 1.0:
             yield (

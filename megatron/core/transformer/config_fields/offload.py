@@ -64,8 +64,7 @@ class OffloadFields(RecomputeFields):
     cpu_offloading_retain_pinned_cpu_buffers: bool = flag(False, kind="kernel", needs=_LAYERS)
     """Keep the host's memory for --cpu-offloading-num-layers between steps instead of giving it back."""
 
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
+    def rules(self) -> Iterator[str]:
         parts = self.offload_modules if self.fine_grained_activation_offloading else []
         if self.fine_grained_activation_offloading and not parts:
             yield "--fine-grained-activation-offloading needs --offload-modules, for example core_attn attn_proj"
@@ -89,7 +88,3 @@ class OffloadFields(RecomputeFields):
                 f"--offload-modules {' '.join(idle)} lie inside of layers that --recompute-granularity full "
                 "recomputes; attn_norm offloads their inputs"
             )
-        if getattr(self, "num_moe_experts", None) is None:
-            for part in OF_EXPERTS:
-                if part in parts:
-                    yield f"--offload-modules {part} needs --num-experts; a dense MLP has mlp_fc1 and mlp_act"

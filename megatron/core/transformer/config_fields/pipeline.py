@@ -128,8 +128,7 @@ class PipelineFields(MTPFields):
         per_stage = (self.num_layers or 0) // stages
         return per_stage // per_chunk if per_chunk and per_stage and per_stage % per_chunk == 0 else None
 
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
+    def rules(self) -> Iterator[str]:
         chunks = self.virtual_pipeline_model_parallel_size or 1
         yield from self.division_problems(self.pipeline_model_parallel_size, chunks)
         yield from self._layout_says_all()

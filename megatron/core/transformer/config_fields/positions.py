@@ -166,8 +166,7 @@ class PositionFields(AttentionFields):
         assert short is not None and long is not None and original is not None, (short, long, original)
         return short, long, original, self.longrope_magnitude
 
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
+    def rules(self) -> Iterator[str]:
         if self.longrope_short_factors is not None:
             for name in ("longrope_long_factors", "longrope_original_max_position_embeddings"):
                 if getattr(self, name) is None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.core.config_base import flag
-from megatron.core.plan.read import read_plan
 from megatron.core.setting import Needs
 from megatron.core.transformer.config_fields.architecture import ArchitectureFields
 
@@ -20,10 +19,10 @@ _FEW_BITS = Needs("--fp8-format or --fp4-format", lambda run: run.fp8 is not Non
 _DELAYED = Needs("--fp8-recipe delayed", lambda run: run.fp8_recipe == "delayed")
 _BF16_LAYERS = Needs("--first-last-layers-bf16", lambda run: run.first_last_layers_bf16)
 
-_ATTENTION = ("qkv", "proj", "q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
+ATTENTION_LAYERS = ("qkv", "proj", "q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
 _MLP = ("mlp", "mlp.experts", "mlp.shared_experts")
 LINEAR_LAYERS = (
-    *(f"self_attention.linear_{name}" for name in _ATTENTION),
+    *(f"self_attention.linear_{name}" for name in ATTENTION_LAYERS),
     *(f"{mlp}.linear_{name}" for mlp in _MLP for name in ("fc1", "fc2")),
     *("mlp.fc1_latent_proj", "mlp.fc2_latent_proj"),
 )
@@ -135,8 +134,7 @@ class PrecisionFields(ArchitectureFields):
         """Return whether --fp8-bf16-layers leaves out a linear layer; layer: its name in the whole model."""
         return any(fnmatch.fnmatchcase(layer, pattern) for pattern in self.fp8_bf16_layers or ())
 
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
+    def rules(self) -> Iterator[str]:
         if self.fp8 is not None and self.fp4 is not None:
             yield f"{self.say('fp8')} and {self.say('fp4')} contradict each other; keep one"
         if self.few_bits_recipe is None:
@@ -146,19 +144,3 @@ class PrecisionFields(ArchitectureFields):
             yield (
                 "--first-last-layers-bf16 does not work with --fp8-recipe delayed; use tensorwise, blockwise or mxfp8"
             )
-        yield from self._patterns_name_layers()
-
-    def _patterns_name_layers(self) -> Iterator[str]:
-        """A pattern of --fp8-bf16-layers that no name can match is a mistake."""
-        # Names of the plan, because a command line is checked before any model exists.
-        plan = read_plan(self)
-        names = [f"{layer.name}.{name}" for layer in plan.layers for name in LINEAR_LAYERS]
-        inputs = ("eh_proj",) if getattr(self, "num_streams", None) is None else ("e_proj", "h_proj")
-        depths = [layer.name.rpartition(".")[0] for layer in plan.prediction]
-        names += ["output_layer", *(f"{depth}.{name}" for depth in depths for name in inputs)]
-        for pattern in (plan.decoder and self.fp8_bf16_layers) or ():
-            if not fnmatch.filter(names, pattern):
-                yield (
-                    f"--fp8-bf16-layers {pattern} matches no linear layer; names are such as {names[0]} and "
-                    f"{names[len(_ATTENTION) + 1]}, and * stands for any part of one"
-                )

@@ -73,6 +73,5 @@ class ProgramFields(CheckedConfig):
             if value is not None:
                 setattr(asked, f"decoder_{ours}_pipeline_num_layers", value)
 
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
+    def rules(self) -> Iterator[str]:
         yield from refuse_missing(self, _REFUSED)

@@ -74,14 +74,12 @@ class RecomputeFields(PipelineFields):
         if self.moe_layer_recompute and self.recompute_granularity == "selective":
             self.recompute_modules = [*dict.fromkeys([*(self.recompute_modules or []), "moe"])]
 
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
+    def rules(self) -> Iterator[str]:
         if self.recompute_granularity == "full":
             yield from self._full_recomputation_is_complete()
         if self.moe_layer_recompute and self.recompute_granularity == "full":
             yield "--moe-layer-recompute contradicts --recompute-granularity full; leave it out"
         if self.recompute_granularity == "selective":
-            yield from self._recomputed_parts_exist()
             for name in ("recompute_method", "recompute_num_layers"):
                 if getattr(self, name) is not None:
                     yield f"{self.say(name)} belongs to --recompute-granularity full; leave it out with selective"
@@ -95,15 +93,6 @@ class RecomputeFields(PipelineFields):
             # Ranks then hold different tokens: there is no common input left to divide.
             if self.sequence_parallel and self.tensor_model_parallel_size > 1:
                 yield "--distribute-saved-activations has nothing to do with --sequence-parallel; keep one"
-
-    def _recomputed_parts_exist(self) -> Iterator[str]:
-        experts = getattr(self, "num_moe_experts", None)
-        for part in ("moe", "moe_act", "shared_experts"):
-            if part in (self.recompute_modules or ()) and experts is None and not self.moe_layer_recompute:
-                yield f"--recompute-modules {part} needs --num-experts; leave it out for a dense model"
-        shared = getattr(self, "moe_shared_expert_intermediate_size", None)
-        if experts is not None and shared is None and "shared_experts" in (self.recompute_modules or ()):
-            yield "--recompute-modules shared_experts needs --moe-shared-expert-intermediate-size"
 
     def _full_recomputation_is_complete(self) -> Iterator[str]:
         layers, most = self.recompute_num_layers, count_most_layers(self)

@@ -91,8 +91,7 @@ class SparseAttentionFields(CudaGraphFields, PipelineFields, StateMixerFields, L
         gathered = 2 * (self.kv_lora_rank + self.qk_pos_emb_head_dim) * self.indexer_sizes[2]
         return _GATHERING * gathered < hidden
 
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
+    def rules(self) -> Iterator[str]:
         if self.experimental_attention_variant == "dsa":
             yield from self._variant_problems()
         if any(read_plan(self).branches("sparse_attention")):

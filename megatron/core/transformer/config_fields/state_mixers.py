@@ -126,8 +126,7 @@ class StateMixerFields(PositionFields):
         """True where the weight of the norm of a delta net's heads is stored as (weight - 1)."""
         return self.layernorm_zero_centered_gamma and self.linear_norm_1p
 
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
+    def rules(self) -> Iterator[str]:
         kinds, ranks = {branch.kind for branch in read_plan(self).branches()}, self.tensor_model_parallel_size
         if kinds & {"mamba", "parallel"}:
             yield from self._mamba_problems(ranks)
