@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules between settings of different groups about how processes share the work: sizes, sequences, sharding.
 
-Each function yields a sentence for every violation. Rules about only the model are in the `problems` of
+Each function yields a sentence for every violation. Rules about only the model are in the `rules` of
 TransformerConfig's groups of fields.
 """
 

@@ -3,7 +3,7 @@
 
 Each function yields a sentence for every violation: the flags with their values, the rule, and the nearest legal
 values. Rules on how processes divide the work are in layout_relations.py, on the model in model_relations.py; rules
-within one group are in its `problems`.
+within one group are in its `rules`.
 """
 
 from __future__ import annotations

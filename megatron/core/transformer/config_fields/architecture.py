@@ -128,7 +128,7 @@ class ArchitectureFields(ModelParallelConfig):
         super().derive()
         path = self.heterogeneous_layers_config_path
         if isinstance(path, str) and self.heterogeneous_layers_config_encoded_json is None:
-            with contextlib.suppress(ConfigError):  # told by `problems`
+            with contextlib.suppress(ConfigError):  # told by `rules`
                 self.heterogeneous_layers_config_encoded_json = read_encoded(path)
         # Filled in before anything is checked, so that checks see the numbers the model is built with.
         if self.ffn_hidden_size is None and self.hidden_size is not None:

@@ -116,7 +116,7 @@ class PipelineFields(MTPFields):
     def _chunks_per_stage(self) -> int | None:
         """Return what the other fields say about it; None where they say nothing, or numbers that do not fit."""
         stages, per_chunk = self.pipeline_model_parallel_size, self.num_layers_per_virtual_pipeline_stage
-        # From the most to the least explicit; contradictions between them are reported by `problems`.
+        # From the most to the least explicit; contradictions between them are reported by `rules`.
         if self.num_virtual_stages_per_pipeline_rank:
             return self.num_virtual_stages_per_pipeline_rank
         if self.pipeline_model_parallel_layout:

@@ -159,7 +159,7 @@ class PositionFields(AttentionFields):
         return is_yarn(kind, self.rope_type, self.multi_latent_attention)
 
     def get_longrope_options(self) -> tuple[list[float], list[float], int, float]:
-        """Short and long factors, the original length and the magnitude of LongRoPE; `problems` says that they are
+        """Short and long factors, the original length and the magnitude of LongRoPE; `rules` say that they are
         there."""
         short, long = self.longrope_short_factors, self.longrope_long_factors
         original = self.longrope_original_max_position_embeddings

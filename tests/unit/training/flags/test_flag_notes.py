@@ -9,7 +9,7 @@ import pytest
 
 from megatron.core.errors import ConfigError
 from megatron.training.config.container import RunConfig
-from megatron.training.flags.flag import former_flags
+from megatron.training.flags.flag import former_flags, notes_of_idle_flags
 from megatron.training.flags.read import examine, read_run_config
 from megatron.training.launch.initialize import read_command_line
 from tests.support.run_flags import SMALLEST_RUN, run_config
@@ -96,6 +96,12 @@ def test_flags_of_other_releases_are_noted_or_refused(former: object) -> None:
     said = [problem.text for problem in result.problems] + list(result.config.notes if result.config else ())
     assert any(former.name in line for line in said) or result.problems  # type: ignore[attr-defined]
     assert not any("unknown flag" in line for line in said)
+
+
+@pytest.mark.parametrize(("name", "text"), notes_of_idle_flags().items())
+def test_switches_that_have_nothing_to_do_are_noted_where_they_are_written(name: str, text: str) -> None:
+    assert f"{name} {text}" in examine([*SMALLEST_RUN.split(), name], {}).config.notes
+    assert f"{name} {text}" not in examine(SMALLEST_RUN.split(), {}).config.notes
 
 
 @pytest.mark.flags("--use-flash-attn")
