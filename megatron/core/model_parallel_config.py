@@ -42,7 +42,7 @@ class ModelParallelConfig(CheckedConfig):
     """Processes that share each layer (tensor parallelism)."""
     pipeline_model_parallel_size: int = flag(1, minimum=1, kind="layout")
     """Consecutive stages the layers are divided into (pipeline parallelism)."""
-    virtual_pipeline_model_parallel_size: int | None = derived(kind="layout")
+    virtual_pipeline_model_parallel_size: int | None = flag(None, minimum=0, hidden=True, kind="layout")
     """Chunks of layers per pipeline stage with the interleaved schedule."""
     context_parallel_size: int = flag(1, minimum=1, kind="layout")
     """Processes that share each sequence (context parallelism)."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -76,3 +76,10 @@ def translate(former: FormerFlag, texts: list[str], parsed: ParsedFlags, place: 
         return []
     parsed.notes.append(f"{place}{former.name} {former.text}")
     return former.replacement([text.lower() if former.name == "--cpu-optimizer-type" else text for text in texts])
+
+
+def divide_tokens(tokens: Sequence[str]) -> Iterator[tuple[str, Sequence[str]]]:
+    """Divide tokens into flags with their values: `--a 1 --b` -> ("--a", ["1"]), ("--b", [])."""
+    starts = [i for i, token in enumerate(tokens) if token.startswith("--")]
+    for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
+        yield tokens[start], tokens[start + 1 : end]

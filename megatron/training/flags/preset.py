@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from megatron.training.config.model import ACTIVATION_SWITCHES
 from megatron.training.flags.declarations import flags_by_spelling
-from megatron.training.flags.given import Given, ParsedFlags
+from megatron.training.flags.given import Given, ParsedFlags, divide_tokens
 from megatron.training.recipes.families import find_family
 from megatron.training.recipes.layouts import LAYOUTS, choose_layout
 from megatron.training.recipes.presets import PRESETS, Preset
@@ -91,9 +91,8 @@ def _read_flags(preset: str, flags: Sequence[str]) -> dict[str, Given]:
     # One text may have several flags, such as a switch and the size that it asks for.
     words = [word for flag in flags for word in flag.split()]
     read = ParsedFlags()
-    starts = [index for index, word in enumerate(words) if word.startswith("--")]
-    for start, end in zip(starts, [*starts[1:], len(words)], strict=True):
-        read.give(flags_by_spelling()[words[start]], words[start], words[start + 1 : end], "preset")
+    for name, values in divide_tokens(words):
+        read.give(flags_by_spelling()[name], name, values, "preset")
     assert not read.problems, f"{preset}: {read.problems}"
     return read.given
 

@@ -11,7 +11,6 @@ is not. Errors name file and line. Aliases, and files of more than 128 KiB, are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -20,7 +19,7 @@ import yaml
 from megatron.core.setting import Setting
 from megatron.training.flags.declarations import flags_by_spelling
 from megatron.training.flags.flag import formers_by_name
-from megatron.training.flags.given import ParsedFlags, translate
+from megatron.training.flags.given import ParsedFlags, divide_tokens, translate
 from megatron.training.flags.parser import unknown_flag
 
 # Far more than every flag with a long blend would take.
@@ -114,7 +113,7 @@ def _record(spelling: str, node: yaml.Node, place: str, parsed: ParsedFlags) -> 
         return
     elif former is not None:
         if former.nargs != 0 or texts[0].lower() in _TRUE:
-            for name, values in _pairs(translate(former, texts if former.nargs != 0 else [], parsed, place)):
+            for name, values in divide_tokens(translate(former, texts if former.nargs != 0 else [], parsed, place)):
                 parsed.give(flags_by_spelling()[name], name, values, "file", place)
     elif flag is not None and flag.is_switch:
         _record_switch(flag, spelling, texts, place, parsed)
@@ -148,10 +147,3 @@ def _texts(node: yaml.Node) -> list[str] | None:
     """The scalars of a value as they are written; None for anything nested."""
     nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
     return [item.value for item in nodes] if all(isinstance(item, yaml.ScalarNode) for item in nodes) else None
-
-
-def _pairs(tokens: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """Divide tokens into flags with their values: `--a 1 --b` -> ("--a", ["1"]), ("--b", [])."""
-    starts = [i for i, token in enumerate(tokens) if token.startswith("--")]
-    for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
-        yield tokens[start], tokens[start + 1 : end]

@@ -102,6 +102,8 @@ def test_values_are_judged_as_on_the_command_line(data: st.DataObject) -> None:
     ({"num_layers": True}, "--num-layers True is not valid; give a whole number from 1 to 65536"),
     ({"num_layers": None}, "--num-layers is missing; give the number, for example --num-layers 12"),
     ({"bf16": 1}, "--bf16 is a switch; give true or false"),
+    ({"virtual_pipeline_model_parallel_size": -1},
+     "virtual_pipeline_model_parallel_size -1 is out of range; give a whole number of at least 0"),
     ({"normalization": "Norm"}, "--normalization Norm is not one of its values; give one of LayerNorm, RMSNorm"),
     ({"recompute_modules": ["mlp", "all"]},
      "--recompute-modules all is not one of its values; give one of core_attn, layernorm, mlp, "
