@@ -71,7 +71,8 @@ def build_flags(family: Family, config: Mapping[str, Any], *, with_sizes: bool =
     flags = list(
         dict.fromkeys([*flags, *(flag for setting in settings for flag in _build_flag(family, config, setting))])
     )
-    is_share = any(f"--moe-router-score-function {word}" in flags for word in ("sigmoid", "softmax-share"))
+    shares = ("sigmoid", "softmax-share", "sqrtsoftplus")
+    is_share = any(f"--moe-router-score-function {word}" in flags for word in shares)
     if is_share and "--moe-router-topk 1" in flags and "--moe-apply-probs-on-input" not in flags:
         # Theirs divides by the sum of one; here a single expert's weight is its score.
         name = next(setting.theirs for setting in settings if setting.flag == "--moe-router-topk")

@@ -92,7 +92,10 @@ def agree(found: Any, expected: Any) -> bool:
         ("mixtral", {"num_local_experts": ABSENT, "num_experts": 6}, "ran"),
         # A single expert of sigmoid scores weighs 1 there; latent vectors have an epsilon of their own.
         ("minimax_m2", {"num_experts_per_tok": 1}, "refused"),
+        ("deepseek_v4", {"num_experts_per_tok": 1}, "refused"),
         ("deepseek_v3", {"rms_norm_eps": 0.01}, "ran"),
+        # Values wider than keys, where keys are chosen.
+        ("glm_moe_dsa", {"qk_nope_head_dim": 1}, "ran"),
         # Layers by word, with bases of their own, or without a window.
         ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense"] * 2}, "ran"),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense", "wide"] * 2}, "refused"),

@@ -86,7 +86,7 @@ def by_definition(
     q = turn(project(cq, "linear_q_up_proj").unflatten(-1, (4, 10)), rotation, 6, True)
     c, kr = project(x, "linear_kv_down_proj").split([11, 4], -1)
     kr = turn(kr, rotation, 0, True)
-    expanded = project(norm(c, "kv_layernorm"), "linear_kv_up_proj").unflatten(-1, (4, 11))
+    expanded = project(norm(c, "kv_layernorm"), "linear_kv_up_proj").unflatten(-1, (4, -1))
     k = torch.cat((expanded[..., :6], kr.unsqueeze(2).expand(-1, -1, 4, -1)), -1)
     pre = "core_attention.indexer."
     interleaved = config.dsa_indexer_rope_interleaved
@@ -123,7 +123,8 @@ def by_definition(
 @pytest.mark.parametrize(
     "options",
     ["--dsa-indexer-topk 5", "--dsa-indexer-topk 5 --dsa-indexer-use-sparse-loss --dsa-indexer-rope-interleaved",
-     "--dsa-indexer-topk 4 --no-dsa-indexer-scoring-relu --dsa-indexer-k-norm-epsilon 0.1 --calculate-per-token-loss"],
+     "--dsa-indexer-topk 4 --no-dsa-indexer-scoring-relu --dsa-indexer-k-norm-epsilon 0.1 --calculate-per-token-loss "
+     "--v-head-dim 13"],
 )  # fmt: skip
 def test_the_definition(options: str, gathers: bool, is_packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Output, losses, and the gradient of everything, in both forms, by blocks of a few queries."""

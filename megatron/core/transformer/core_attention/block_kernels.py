@@ -205,8 +205,8 @@ class CPUFlashKernel:
 
 
 class MaskedFlashKernel:
-    """torch's flash kernel for the CPU with masks, where every query sees some key; no dropout. Values as wide as keys,
-    or narrower."""
+    """torch's flash kernel for the CPU with masks, where every query sees some key; no dropout. The narrower ones of
+    keys and values are filled up with zeros."""
 
     name = "torch's CPU flash kernel with masks"
     takes_bands = False
@@ -216,8 +216,10 @@ class MaskedFlashKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
         """See BlockKernel."""
+        width = max(q.shape[-1], v.shape[-1])
+        wide_q, wide_k, wide_v = (_widen(x, width) for x in (q, k, v))
         out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, _per_head(k, q), _per_head(_widen(v, q), q), 0.0, rule.causal, attn_mask=_to_addend(q, rule),
+            wide_q, _per_head(wide_k, q), _per_head(wide_v, q), 0.0, rule.causal, attn_mask=_to_addend(q, rule),
             scale=self.scale,
         )  # fmt: skip
         return out[..., : v.shape[-1]], log_sum
@@ -228,11 +230,14 @@ class MaskedFlashKernel:
         """See BlockKernel."""
         (q, k, v), (out, log_sum) = inputs, merged
         log_sum = log_sum.transpose(1, 2).contiguous().transpose(1, 2)  # as in CPUFlashKernel
+        width = max(q.shape[-1], v.shape[-1])
+        grad, wide_q, wide_k, wide_v, out = (_widen(x, width) for x in (grad, q, k, v, out))
         grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            _widen(grad, q), q, _per_head(k, q), _per_head(_widen(v, q), q), _widen(out, q), log_sum, 0.0, rule.causal,
+            grad, wide_q, _per_head(wide_k, q), _per_head(wide_v, q), out, log_sum, 0.0, rule.causal,
             attn_mask=_to_addend(q, rule), scale=self.scale,
         )  # fmt: skip
-        return grad_q, _sum_of_group(grad_k, k), _sum_of_group(grad_v[..., : v.shape[-1]], v)
+        grad_k, grad_v = grad_k[..., : k.shape[-1]], grad_v[..., : v.shape[-1]]
+        return grad_q[..., : q.shape[-1]], _sum_of_group(grad_k, k), _sum_of_group(grad_v, v)
 
 
 def choose_masked_kernel(scale: float, dropout: float, device: torch.device) -> BlockKernel:
@@ -263,9 +268,9 @@ def find_shared_gradients(
     return grad_q, torch.bmm(products.mT, torch.cat((scaled, grads), 1)).unsqueeze(1)
 
 
-def _widen(x: Tensor, query: Tensor) -> Tensor:
-    """Zeros after the channels, up to the query's."""
-    return x if x.shape[-1] == query.shape[-1] else F.pad(x, (0, query.shape[-1] - x.shape[-1]))
+def _widen(x: Tensor, width: int) -> Tensor:
+    """Zeros after the channels, up to so many."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
 def _to_addend(query: Tensor, rule: Rule) -> Tensor | None:
