@@ -83,6 +83,13 @@ class ConversationFile:
             raise DataError(
                 f'{self.place(index)}: expected an object {{"messages": [{{"role": ..., "content": ...}}, ...]}}'
             )
+        for number, message in enumerate(messages, 1):
+            # A call of tools may stand in place of text.
+            if message["role"] == "assistant" and not (message.get("content") or message.get("tool_calls")):
+                raise DataError(
+                    f"{self.place(index)}: message {number}, the assistant's, is empty; a model that is trained on it "
+                    "learns to say nothing"
+                )
         return list(messages)
 
     def place(self, index: int) -> str:

@@ -111,6 +111,7 @@ def test_a_template_that_rewrites_the_past_is_refused() -> None:
         ('{"messages": []}', "line 3: expected an object"),
         ('{"messages": ["hi"]}', "line 3: expected an object"),
         ('{"messages": [{"content": "x"}]}', "line 3: expected an object"),
+        ('{"messages": [{"role": "assistant", "content": ""}]}', "line 3: message 1, the assistant's, is empty"),
     ],
 )
 def test_bad_lines_are_named(file: Path, line: str, complaint: str) -> None:
