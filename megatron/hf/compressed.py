@@ -68,7 +68,7 @@ class CompressedWeights:
         return found
 
     def store(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield what is written of a weight: itself, or its few bits and what they are to be multiplied by."""
+        """Yield what is written of a weight: itself, or its rounded values and what they are to be multiplied by."""
         if name not in self.names:
             yield name, tensor
         elif self._kind.startswith("fp8"):
