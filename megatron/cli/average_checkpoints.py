@@ -55,7 +55,7 @@ def main() -> int:
     arguments = make_parser().parse_args()
     iterations = choose_iterations(arguments)
     # torch is loaded only now: --help and a mistyped flag need none.
-    from megatron.core.dist_checkpointing.averaging import average_checkpoints, count_work_bytes
+    from megatron.training.checkpoint.averaging import average_checkpoints, count_work_bytes
 
     with ByteProgress("averaging", count_work_bytes(arguments.load, iterations)) as progress:
         made = average_checkpoints(arguments.load, iterations, arguments.weights, arguments.save, progress.add)

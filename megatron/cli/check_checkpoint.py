@@ -21,7 +21,7 @@ from megatron.core.errors import ConfigError, command_line, format_bytes
 from megatron.training.flags.argument import ProgramParser, path
 
 if TYPE_CHECKING:
-    from megatron.core.dist_checkpointing.diagnosis import Diagnosis
+    from megatron.core.upstream_checkpoints.diagnosis import Diagnosis
 
 
 def make_parser() -> ProgramParser:
@@ -72,7 +72,7 @@ def main() -> int:
         return check_machines(arguments.save, as_json=arguments.json)
     if arguments.save is not None:
         raise ConfigError("--save names the disk to try on a machine; leave DIR out to look at the machine")
-    from megatron.core.dist_checkpointing.diagnosis import count_listed_bytes, diagnose
+    from megatron.core.upstream_checkpoints.diagnosis import count_listed_bytes, diagnose
 
     total = 0 if arguments.quick else count_listed_bytes(arguments.path)
     with ByteProgress("reading", total) as progress:

@@ -26,7 +26,7 @@ from megatron.training.flags.argument import ProgramParser, path
 if TYPE_CHECKING:
     import torch
 
-    from megatron.core.dist_checkpointing.stored_tensors import StoredCheckpoint, StoredTensor
+    from megatron.core.upstream_checkpoints.stored_tensors import StoredCheckpoint, StoredTensor
 
 _KINDS = ("weights", "optimizer", "random numbers")
 _DOCUMENTS = {"settings": "config", "state": "state"}
@@ -70,7 +70,7 @@ def measure(tensor: StoredTensor, progress: ByteProgress) -> Measures:
     """Read a tensor box by box. Raises CheckpointError."""
     import torch
 
-    from megatron.core.dist_checkpointing.stored_tensors import trim_padding
+    from megatron.core.upstream_checkpoints.stored_tensors import trim_padding
 
     squares, largest, not_finite = 0.0, 0.0, 0
     for box, saved in tensor.boxes():
@@ -115,7 +115,7 @@ def describe(
     checkpoint: StoredCheckpoint, tensors: Sequence[StoredTensor], measures: Mapping[str, Measures]
 ) -> dict[str, Any]:
     """The report as JSON."""
-    from megatron.core.dist_checkpointing.stored_tensors import count_bytes, kind_of
+    from megatron.core.upstream_checkpoints.stored_tensors import count_bytes, kind_of
 
     entries = {}
     for tensor in tensors:
@@ -199,7 +199,7 @@ def print_checkpoint(
     checkpoint: StoredCheckpoint, tensors: Sequence[StoredTensor], measures: Mapping[str, Measures], *, merge: bool
 ) -> None:
     """Print summary and tree."""
-    from megatron.core.dist_checkpointing.stored_tensors import count_bytes, kind_of
+    from megatron.core.upstream_checkpoints.stored_tensors import count_bytes, kind_of
 
     facts = [f"format {checkpoint.format}"]
     if checkpoint.iteration is not None:
@@ -241,7 +241,7 @@ def flatten(settings: Any, prefix: str = "") -> dict[str, Any]:
 
 def show(arguments: argparse.Namespace) -> int:
     """Print one checkpoint."""
-    from megatron.core.dist_checkpointing.stored_tensors import count_bytes, open_checkpoint
+    from megatron.core.upstream_checkpoints.stored_tensors import count_bytes, open_checkpoint
 
     checkpoint = open_checkpoint(arguments.path, arguments.iteration)
     tensors = select(checkpoint, arguments.only)
@@ -280,7 +280,7 @@ def compare(first: StoredTensor, second: StoredTensor) -> Difference | str | Non
     """Return None for the same values; a sentence where shapes or dtypes differ. Raises CheckpointError."""
     import torch
 
-    from megatron.core.dist_checkpointing.stored_tensors import trim_padding
+    from megatron.core.upstream_checkpoints.stored_tensors import trim_padding
 
     a, b = (trim_padding(t, tuple((0, size) for size in t.shape), t.read()) for t in (first, second))
     # The vocabulary may be padded for another tensor-parallel size: rows that mean nothing are not compared.
@@ -301,7 +301,7 @@ def compare(first: StoredTensor, second: StoredTensor) -> Difference | str | Non
 
 def diff(arguments: argparse.Namespace) -> int:
     """Compare two checkpoints and print what differs; 1 when anything does."""
-    from megatron.core.dist_checkpointing.stored_tensors import count_bytes, open_checkpoint
+    from megatron.core.upstream_checkpoints.stored_tensors import count_bytes, open_checkpoint
 
     one, other = (open_checkpoint(place, arguments.iteration) for place in arguments.diff)
     firsts = {tensor.key: tensor for tensor in select(one, arguments.only)}

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.agreement import on_first_rank
-from megatron.core.dist_checkpointing.diagnosis import explain_other_content
 from megatron.core.dist_checkpointing.directory import TRACKER_NAME, FoundCheckpoint, iteration_directory
 from megatron.core.dist_checkpointing.durable import storage_errors, sync_directory, write_file
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, verify_files
@@ -28,6 +27,7 @@ from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.paths import explain_no_directory, explain_unmakeable_directory
 from megatron.core.placement import Placement
 from megatron.core.process_groups_config import Group, SingleRankGroup
+from megatron.core.upstream_checkpoints.diagnosis import explain_other_content
 from megatron.training.checkpoint.adapter_saves import find_base
 from megatron.training.checkpoint.documents import CONFIG, STATE
 from megatron.training.config.container import RunConfig

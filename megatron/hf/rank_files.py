@@ -16,15 +16,6 @@ import torch
 from megatron.core.dist_checkpointing.agreement import on_every_rank
 from megatron.core.dist_checkpointing.directory import TRACKER_NAME, iteration_directory
 from megatron.core.dist_checkpointing.durable import storage_errors, write_file
-from megatron.core.dist_checkpointing.legacy import FILE_NAME
-from megatron.core.dist_checkpointing.legacy_write import (
-    RankTensor,
-    arrange,
-    build_models,
-    name_rank_directory,
-    write_torch_file,
-)
-from megatron.core.dist_checkpointing.upstream_dist import RELEASE
 from megatron.core.errors import ConfigError
 from megatron.core.mesh import RankGrid
 from megatron.core.placement import get_placement
@@ -32,6 +23,15 @@ from megatron.core.plan.read import read_plan
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.stacked_parameters import list_parameters
 from megatron.core.tensor_parallel.parameters import declare_vocabulary
+from megatron.core.upstream_checkpoints.common_state import RELEASE
+from megatron.core.upstream_checkpoints.rank_file import FILE_NAME
+from megatron.core.upstream_checkpoints.write_rank_files import (
+    RankTensor,
+    arrange,
+    build_models,
+    name_rank_directory,
+    write_torch_file,
+)
 from megatron.hf.checkpoints import ALONE, OpenCheckpoint, fresh_directory
 from megatron.training.checkpoint.to_upstream import CHECKPOINT_VERSION, build_args
 from megatron.training.config.container import RunConfig

@@ -16,21 +16,19 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron.core.dist_checkpointing.agreement import on_every_rank, with_everyone
 from megatron.core.dist_checkpointing.directory import find_directory
-from megatron.core.dist_checkpointing.legacy import find_legacy_file
-from megatron.core.dist_checkpointing.legacy_ranks import open_legacy
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, read_manifest, verify_files
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX, RNG_PREFIX
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.dist_checkpointing.saved_boxes import BoxReader, LazyTensor
 from megatron.core.dist_checkpointing.serialization import TENSORS_DOCUMENT
-from megatron.core.dist_checkpointing.upstream_dist import (
-    METADATA_NAME,
-    find_upstream_checkpoint,
-    translate_table,
-)
+from megatron.core.dist_checkpointing.torch_dist import METADATA_NAME
 from megatron.core.errors import CheckpointError, MegatronError, say
 from megatron.core.placement import Placement
 from megatron.core.process_groups_config import Group
+from megatron.core.upstream_checkpoints.common_state import find_upstream_checkpoint
+from megatron.core.upstream_checkpoints.names import translate_table
+from megatron.core.upstream_checkpoints.rank_file import find_legacy_file
+from megatron.core.upstream_checkpoints.rank_files import open_legacy
 from megatron.hf.checkpoints import (
     ALONE,
     DeferredTensor,

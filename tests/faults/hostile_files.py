@@ -25,15 +25,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron.core.dist_checkpointing import serialization
-from megatron.core.dist_checkpointing.legacy_ranks import open_legacy
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.dist_checkpointing.saved_boxes import BoxReader
-from megatron.core.dist_checkpointing.stored_tensors import open_checkpoint
-from megatron.core.dist_checkpointing.tensor_reading import read_upstream_tensors
-from megatron.core.dist_checkpointing.upstream_optimizer import read_flat_buffers
-from megatron.core.dist_checkpointing.upstream_settings import read_upstream_settings
 from megatron.core.errors import CheckpointError
+from megatron.core.upstream_checkpoints.flat_state import read_flat_buffers
+from megatron.core.upstream_checkpoints.names import read_upstream_tensors
+from megatron.core.upstream_checkpoints.rank_files import open_legacy
+from megatron.core.upstream_checkpoints.settings import read_upstream_settings
+from megatron.core.upstream_checkpoints.stored_tensors import open_checkpoint
 from megatron.hf.tensor_files import open_tensors
 from tests.faults.test_checkpoint_damage import replace_metadata
 from tests.support.small_checkpoints import ALONE, find, save, tensors

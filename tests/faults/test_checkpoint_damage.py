@@ -20,7 +20,6 @@ import torch
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from megatron.core.dist_checkpointing import serialization
-from megatron.core.dist_checkpointing.legacy import read_rank_file
 from megatron.core.dist_checkpointing.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -30,6 +29,7 @@ from megatron.core.dist_checkpointing.manifest import (
 )
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.errors import CheckpointError
+from megatron.core.upstream_checkpoints.rank_file import read_rank_file
 from tests.support.small_checkpoints import ALONE, content, find, save, tensors
 from tests.support.tiny_training import prepare, train_tiny
 

@@ -23,13 +23,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron.core.dist_checkpointing import serialization
-from megatron.core.dist_checkpointing.diagnosis import diagnose
-from megatron.core.dist_checkpointing.legacy import find_legacy_file
-from megatron.core.dist_checkpointing.legacy_ranks import open_legacy
 from megatron.core.dist_checkpointing.safe_pickle import StandIn, read_restricted
-from megatron.core.dist_checkpointing.upstream_dist import find_upstream_checkpoint
-from megatron.core.dist_checkpointing.upstream_settings import read_upstream_settings
 from megatron.core.errors import CheckpointError
+from megatron.core.upstream_checkpoints.common_state import find_upstream_checkpoint
+from megatron.core.upstream_checkpoints.diagnosis import diagnose
+from megatron.core.upstream_checkpoints.rank_file import find_legacy_file
+from megatron.core.upstream_checkpoints.rank_files import open_legacy
+from megatron.core.upstream_checkpoints.settings import read_upstream_settings
 from megatron.hf.tensor_files import open_tensors
 from tests.faults import hostile_files
 from tests.faults.hostile_files import (

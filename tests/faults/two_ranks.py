@@ -10,8 +10,8 @@ import torch
 
 from megatron.core.dist_checkpointing.directory import list_leftovers
 from megatron.core.dist_checkpointing.non_persistent import DIRECTORY_NAME, find_newest
-from megatron.core.dist_checkpointing.stored_tensors import open_checkpoint
 from megatron.core.errors import CheckpointError
+from megatron.core.upstream_checkpoints.stored_tensors import open_checkpoint
 from tests.functional.pretrain_runs import TINY, finish, free_port, start
 from tests.programs import Program
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 
-from megatron.core.dist_checkpointing.legacy import find_legacy_file
-from megatron.core.dist_checkpointing.legacy_ranks import open_legacy
 from megatron.core.dist_checkpointing.safe_pickle import read_restricted
 from megatron.core.errors import CheckpointError
+from megatron.core.upstream_checkpoints.rank_file import find_legacy_file
+from megatron.core.upstream_checkpoints.rank_files import open_legacy
 from megatron.hf.checkpoints import OpenCheckpoint
 from megatron.hf.upstream_source import import_upstream, open_upstream
 from tests.support.tiny_training import differing, prepare, values

@@ -18,12 +18,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata as Saved
 
 from megatron.core.dist_checkpointing.safe_pickle import read_restricted
-from megatron.core.dist_checkpointing.upstream_dist import (
-    explain_unusable_optimizer,
-    find_upstream_checkpoint,
-    translate_table,
-)
 from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.upstream_checkpoints.common_state import find_upstream_checkpoint
+from megatron.core.upstream_checkpoints.names import explain_unusable_optimizer, translate_table
 from megatron.training.flags.read import read_run_config
 from tests.golden.test_train_curves import (
     DATA,
@@ -34,7 +31,7 @@ from tests.golden.test_train_curves import (
 )
 from tests.golden.test_upstream_checkpoints import SHAPE
 from tests.support.tiny_training import prepare, values
-from tests.unit.dist_checkpointing.test_upstream_formats import GATED_WRITER
+from tests.unit.upstream_checkpoints.test_upstream_formats import GATED_WRITER
 
 LAST = 20
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.stored_tensors import open_checkpoint
+from megatron.core.upstream_checkpoints.stored_tensors import open_checkpoint
 from megatron.training.loop import train
 from megatron.training.verify.parity import open_local_run
 from megatron.training.verify.parity_layouts import parse_layout

@@ -14,13 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
-from megatron.core.dist_checkpointing.upstream_dist import FLAT_KEY, name_upstream
+from megatron.core.upstream_checkpoints.names import FLAT_KEY, name_upstream
 from tests.parallel.checkpoint_contents import assert_bit_equal, saved
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import EXPERTS, OPTIONS, STYLES
 from tests.parallel.test_layout_checkpoints import run_on
 from tests.support.tiny_training import prepare, values
-from tests.unit.dist_checkpointing.test_upstream_formats import GATED, draw
+from tests.unit.upstream_checkpoints.test_upstream_formats import GATED, draw
 
 STEPS = "--train-iters 2 --lr-warmup-iters 1 --save-interval 100"
 # The letters that upstream knows, too, once with attention and an MLP behind them, and with further tokens; and layers

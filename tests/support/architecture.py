@@ -8,7 +8,7 @@
     planner         megatron/planner
     inference       megatron/core/inference: the roof that both towers carry
     towers          model: models transformer tensor_parallel ...   |   engine: optimizer distributed datasets ...
-    ground          plan, dist_checkpointing, kernels, and the single modules of megatron/core
+    ground          plan, upstream_checkpoints, dist_checkpointing, kernels, and the single modules of megatron/core
 
 A room is a folder, or a file that stands beside folders. MAY_IMPORT says for each room which others it may use; a room
 that it does not know is an error, so that nobody adds one without deciding where it belongs.
@@ -27,7 +27,7 @@ KERNELS = (
     "core.kernels", "core.operation_table", "core.activations", "core.fp8", "core.fp4", "core.scaled_products"
 )  # fmt: skip
 """GPU kernels, and the modules of the ground that use them."""
-GROUND = ("core", "core.sequences", "core.plan", "core.dist_checkpointing", *KERNELS)
+GROUND = ("core", "core.sequences", "core.plan", "core.dist_checkpointing", "core.upstream_checkpoints", *KERNELS)
 MODEL_TOWER = ("core.context_parallel", "core.tensor_parallel", "core.transformer", "core.ssm", "core.models")
 ENGINE_TOWER = (
     "core.tokenizers",
@@ -62,7 +62,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "core": ("core.sequences",),
     "core.sequences": (),
     "core.plan": ("core",),
-    "core.dist_checkpointing": ("core", "core.plan"),
+    "core.dist_checkpointing": ("core",),
+    "core.upstream_checkpoints": ("core", "core.plan", "core.dist_checkpointing"),
     "core.kernels": ("core",),
     "core.activations": ("core", "core.kernels"),
     "core.fp8": ("core", "core.kernels"),

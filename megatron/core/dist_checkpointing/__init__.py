@@ -9,7 +9,7 @@ writer_process
 async_requests                 the same for users' training loops, with upstream's names
 state_dicts                    save() and load() as upstream has them: nested dictionaries
 manifest, directory, durable   complete or invisible; damage is found before anything is used
-safe_pickle, legacy            reading what others wrote without running it
+safe_pickle                    reading what others wrote without running it
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -154,6 +154,31 @@ class BoxReader:
                 f"{offset} on; the file has {size}"
             )
         return path, offset, length
+
+
+class SavedSlice(NamedTuple):
+    """Place of a tensor of ours in a checkpoint that has other names."""
+
+    key: str
+    layer: int | None
+    """Index along the leading dimension; None where the tensor is not one of a stack."""
+    starts: Mapping[tuple[int, ...], int]
+    """Of a stack: where the saved box that has the layer starts along the leading dimension, by its other offsets."""
+
+
+@dataclass(frozen=True)
+class RenamedTable:
+    """A table of contents under our names, and where each tensor really lies."""
+
+    metadata: Metadata
+    slices: Mapping[str, SavedSlice]
+
+    def read(self, reader: BoxReader, name: str) -> Tensor:
+        """A whole tensor of ours. Raises CheckpointError."""
+        key, layer, _ = self.slices[name]
+        if layer is None:
+            return reader.read_whole(key)
+        return reader.read_region(key, ((layer, 1), *((0, size) for size in reader.find(key).size[1:])))[0]
 
 
 def _slices(bounds: Sequence[tuple[int, int]], origin: Sequence[int]) -> tuple[slice, ...]:

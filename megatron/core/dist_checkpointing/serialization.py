@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import io
 import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,6 @@ from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
 from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_rank
 from megatron.core.dist_checkpointing.crash_points import reach
 from megatron.core.dist_checkpointing.directory import (
-    COMMON_NAME,
     FoundCheckpoint,
     Verify,
     abandon_save,
@@ -44,7 +42,6 @@ from megatron.core.dist_checkpointing.manifest import FileRecord, Manifest, chec
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.tensor_reading import read_tensors
 from megatron.core.dist_checkpointing.torch_dist import write_tensors
-from megatron.core.dist_checkpointing.upstream_pickle import write_pickle
 from megatron.core.dist_checkpointing.validation import KeyReport
 from megatron.core.dist_checkpointing.verification import Look, find_together
 from megatron.core.errors import CheckpointError
@@ -60,7 +57,8 @@ load_content_metadata: Any
 load_tensors_metadata: Any
 
 TENSORS_DOCUMENT = "tensors"
-_UPSTREAM_DOCUMENT = {"metadata": {"sharded_backend": "torch_dist", "sharded_backend_version": 1}}
+FORMAT_DOCUMENT = {"metadata": {"sharded_backend": "torch_dist", "sharded_backend_version": 1}}
+"""Document with the name of the format, by its name."""
 
 
 def save(
@@ -183,7 +181,7 @@ def gather_documents(
     Returns what the first member calls with the directory of the save; it writes them and returns their records. It
     raises OSError.
     """
-    own = {TENSORS_DOCUMENT: {"valid_rows": valid_rows}, **_UPSTREAM_DOCUMENT}
+    own = {TENSORS_DOCUMENT: {"valid_rows": valid_rows}, **FORMAT_DOCUMENT}
     # As text already: training may change a document before it is written.
     texts: dict[str, str] = {}
 
@@ -193,9 +191,9 @@ def gather_documents(
     on_first_rank(group, render)
 
     def write(directory: Path) -> dict[str, FileRecord]:
-        records = _write_documents(directory, texts)
+        records = write_documents(directory, texts)
         reach("documents-written")
-        records |= _copy_attachments(directory, attachments)
+        records |= copy_attachments(directory, attachments)
         reach("attachments-copied")
         return records
 
@@ -289,25 +287,8 @@ def _valid_rows(tensors: ShardedStateDict) -> dict[str, int]:
     return {key: tensor.valid_rows for key, tensor in tensors.items() if tensor.valid_rows is not None}
 
 
-def write_upstream_documents(
-    directory: Path, attachments: Mapping[str, Path], common: Mapping[str, Any] | None
-) -> dict[str, FileRecord]:
-    """Write what upstream has next to the tensors of its torch_dist, and copy files by their names there; return their
-    records. Raises OSError.
-
-    common: settings and progress, for the file in which earlier releases of upstream have them; None for no such file.
-    """
-    texts = {name: json.dumps(content) for name, content in _UPSTREAM_DOCUMENT.items()}
-    records = {}
-    if common is not None:
-        content = io.BytesIO()
-        write_pickle(dict(common), content)
-        write_file(directory / COMMON_NAME, content.getvalue(), "document")
-        records[COMMON_NAME] = record_file(directory / COMMON_NAME)
-    return records | _write_documents(directory, texts) | _copy_attachments(directory, attachments)
-
-
-def _write_documents(directory: Path, texts: Mapping[str, str]) -> dict[str, FileRecord]:
+def write_documents(directory: Path, texts: Mapping[str, str]) -> dict[str, FileRecord]:
+    """Write each text as <name>.json; return their records. Raises OSError."""
     records = {}
     for name, text in texts.items():
         path = directory / f"{name}.json"
@@ -316,7 +297,8 @@ def _write_documents(directory: Path, texts: Mapping[str, str]) -> dict[str, Fil
     return records
 
 
-def _copy_attachments(directory: Path, attachments: Mapping[str, Path]) -> dict[str, FileRecord]:
+def copy_attachments(directory: Path, attachments: Mapping[str, Path]) -> dict[str, FileRecord]:
+    """Copy files to their names in the directory; return their records. Raises OSError."""
     records = {}
     for name, source in attachments.items():
         path = directory / name

@@ -14,11 +14,10 @@ then refused, and loading another one fills them again.
 
 from __future__ import annotations
 
-import functools
 import io
 import threading
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +32,9 @@ from megatron.core.dist_checkpointing.load_exchange import Read, SharedReads, ch
 from megatron.core.dist_checkpointing.manifest import DamagedCheckpointError, FileRecord, compare_checksums
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, describe_chunk
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata, refuse_outside
+from megatron.core.dist_checkpointing.saved_boxes import RenamedTable, SavedSlice
 from megatron.core.dist_checkpointing.shard_files import Fill, SavedBox, compute_range_checksum, read_boxes
 from megatron.core.dist_checkpointing.torch_dist import METADATA_NAME, dcp_errors, join_ranks
-from megatron.core.dist_checkpointing.upstream_dist import SavedSlice, translate_table
 from megatron.core.dist_checkpointing.validation import KeyReport, WantedTensors, judge_wanted, list_shapes, list_wanted
 from megatron.core.errors import CheckpointError
 from megatron.core.process_groups_config import Group
@@ -50,7 +49,7 @@ def read_tensors(
     group: Group,
     *,
     valid_rows: Mapping[str, int] | None = None,
-    is_upstream: bool = False,
+    translate: Callable[[Metadata], RenamedTable] | None = None,
     may_lack: bool = False,
     may_have_more: bool = False,
     unverified: Mapping[str, FileRecord] | None = None,
@@ -58,8 +57,8 @@ def read_tensors(
 ) -> KeyReport:
     """Fill the tensors of all members of `group` from the checkpoint in `directory`; returns what was tolerated.
 
-    valid_rows: see validation.list_wanted. is_upstream: upstream wrote it, under its names; it says nowhere which rows
-    are padding. may_lack, may_have_more: see validation.judge_wanted. unverified: files that are to be compared with
+    valid_rows: see validation.list_wanted. translate: gives the table of contents our names, where the checkpoint has
+    others. may_lack, may_have_more: see validation.judge_wanted. unverified: files that are to be compared with
     these records on the way; they are then read whole, each byte of them by one process at least. replicas: groups
     whose members read a share each of what all of them want, and exchange it. Raises CheckpointError on every member,
     DamagedCheckpointError where a file is not as its record says; the tensors may then be filled with anything.
@@ -68,7 +67,7 @@ def read_tensors(
 
     def look() -> WantedTensors:
         metadata = read_metadata(directory / METADATA_NAME)
-        table = translate_table(metadata) if is_upstream else None
+        table = None if translate is None else translate(metadata)
         named = metadata if table is None else table.metadata
         wanted, sources = list_wanted(tensors.values(), list_shapes(named), valid_rows or {})
         found = [(saved, read) for key, saved in sources.items() for read in _list_reads(tensors[key], saved, named)]
@@ -92,9 +91,6 @@ def read_tensors(
         raise
     exchange(shared)
     return report
-
-
-read_upstream_tensors = functools.partial(read_tensors, is_upstream=True)
 
 
 class _Plan(NamedTuple):
@@ -157,7 +153,7 @@ def _list_reads(tensor: ShardedTensor, key: str, metadata: Metadata) -> Iterator
 
 
 def _read_slice(read: Read, place: SavedSlice) -> Read:
-    """The same read from where upstream keeps the tensor, which may be one layer of a stack."""
+    """The same read from where the checkpoint keeps the tensor, which may be one layer of a stack."""
     offset = tuple(read.box_index.offset or ())
     if place.layer is None:
         return read._replace(box_index=MetadataIndex(place.key, torch.Size(offset)))

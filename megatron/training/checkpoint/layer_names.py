@@ -21,13 +21,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, SlicedTensor
-from megatron.core.dist_checkpointing.upstream_sections import KNOWN_KINDS, has_sections, list_rows
 from megatron.core.errors import CheckpointError
 from megatron.core.placement import Piece
 from megatron.core.plan.model_plan import ModelPlan
 from megatron.core.plan.read import read_plan
 from megatron.core.plan.state_kinds import STATE_KINDS
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.upstream_checkpoints.sections import KNOWN_KINDS, has_sections, list_rows
 from megatron.training.checkpoint.differences import Change
 from megatron.training.checkpoint.save_directories import say_once
 from megatron.training.run import Run

@@ -23,20 +23,20 @@ from megatron.core.dist_checkpointing import non_persistent, serialization
 from megatron.core.dist_checkpointing.agreement import on_first_rank
 from megatron.core.dist_checkpointing.async_save import AsyncSaver
 from megatron.core.dist_checkpointing.crash_points import reach
-from megatron.core.dist_checkpointing.diagnosis import (
-    explain_foreign_format,
-    explain_nothing,
-    explain_wrong_level,
-)
 from megatron.core.dist_checkpointing.directory import FoundCheckpoint, find_checkpoint
-from megatron.core.dist_checkpointing.legacy import FILE_NAME, find_legacy_file
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, DamagedCheckpointError
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.dist_checkpointing.upstream_dist import RELEASE, find_release, find_upstream_checkpoint
 from megatron.core.dist_checkpointing.verification import Look
 from megatron.core.errors import CheckpointError, say
 from megatron.core.paths import explain_no_directory
 from megatron.core.process_groups_config import Group
+from megatron.core.upstream_checkpoints.common_state import RELEASE, find_release, find_upstream_checkpoint
+from megatron.core.upstream_checkpoints.diagnosis import (
+    explain_foreign_format,
+    explain_nothing,
+    explain_wrong_level,
+)
+from megatron.core.upstream_checkpoints.rank_file import FILE_NAME, find_legacy_file
 from megatron.training.checkpoint import rng_state
 from megatron.training.checkpoint.adapter_saves import BASE, describe_base, leave_out_base, saves_adapters_only
 from megatron.training.checkpoint.documents import CONFIG, RNG, STATE

@@ -19,11 +19,11 @@ from megatron.core.dist_checkpointing.directory import (
     settle_leftovers,
 )
 from megatron.core.dist_checkpointing.directory_lock import DirectoryLock
-from megatron.core.dist_checkpointing.legacy import find_legacy_file
 from megatron.core.dist_checkpointing.local_checkpoints import find_rank_directory
-from megatron.core.dist_checkpointing.upstream_dist import find_upstream_checkpoint
 from megatron.core.errors import ConfigError, say
 from megatron.core.process_groups_config import Group
+from megatron.core.upstream_checkpoints.common_state import find_upstream_checkpoint
+from megatron.core.upstream_checkpoints.rank_file import find_legacy_file
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.container import RunConfig
 from megatron.training.run import Progress

@@ -3,8 +3,8 @@
 
 | --ckpt-format       | what is written                                                             |
 |---------------------|-----------------------------------------------------------------------------|
-| torch               | a pickled file for each model-parallel rank of this run (legacy_write.py)   |
-| upstream_torch_dist | torch's DCP with upstream's keys, for any layout (upstream_dist_write.py)   |
+| torch               | a pickled file for each model-parallel rank of this run (write_rank_files.py)   |
+| upstream_torch_dist | torch's DCP with upstream's keys, for any layout (write_torch_dist.py)   |
 
 The directories become visible as ours do, with a manifest next to upstream's files.
 """
@@ -23,7 +23,23 @@ from torch import Tensor
 from megatron.core.collectives import all_gather_object, all_reduce
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.crash_points import reach
-from megatron.core.dist_checkpointing.legacy_write import (
+from megatron.core.dist_checkpointing.manifest import FileRecord
+from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX
+from megatron.core.errors import CheckpointError
+from megatron.core.placement import Placement, get_placement
+from megatron.core.plan.read import read_plan
+from megatron.core.process_groups_config import Group
+from megatron.core.stacked_parameters import list_parameters
+from megatron.core.upstream_checkpoints.flat_layout import (
+    BucketPadding,
+    ModelOutline,
+    Parameter,
+    find_bucket_size,
+    sort_as_registered,
+)
+from megatron.core.upstream_checkpoints.flat_state import FlatOptimizerState, SavedFlatBuffer
+from megatron.core.upstream_checkpoints.write_flat_state import FlatBufferShare, FlatRank
+from megatron.core.upstream_checkpoints.write_rank_files import (
     RankTensor,
     SavedGroups,
     arrange,
@@ -32,28 +48,13 @@ from megatron.core.dist_checkpointing.legacy_write import (
     name_rank_directory,
     write_rank_file,
 )
-from megatron.core.dist_checkpointing.manifest import FileRecord
-from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX
-from megatron.core.dist_checkpointing.upstream_dist_write import (
+from megatron.core.upstream_checkpoints.write_torch_dist import (
     UpstreamNaming,
     name_object,
     stack_tensors,
     write_upstream_dist,
+    write_upstream_documents,
 )
-from megatron.core.dist_checkpointing.upstream_flat_write import FlatBufferShare, FlatRank
-from megatron.core.dist_checkpointing.upstream_layout import (
-    BucketPadding,
-    ModelOutline,
-    Parameter,
-    find_bucket_size,
-    sort_as_registered,
-)
-from megatron.core.dist_checkpointing.upstream_optimizer import FlatOptimizerState, SavedFlatBuffer
-from megatron.core.errors import CheckpointError
-from megatron.core.placement import Placement, get_placement
-from megatron.core.plan.read import read_plan
-from megatron.core.process_groups_config import Group
-from megatron.core.stacked_parameters import list_parameters
 from megatron.training.checkpoint import to_upstream
 from megatron.training.checkpoint.layer_names import ask_for_sections
 from megatron.training.checkpoint.run_tensors import build_sharded_model_state, build_sharded_optimizer_state
@@ -130,7 +131,7 @@ def save_upstream_dist(run: Run) -> Path:
         records = write_upstream_dist(directory, tensors, objects, world)
         reach("tensors-written")
         common = objects.get(name_object("common_state", [])) if run.has_common_file else None
-        return lambda directory: records | serialization.write_upstream_documents(directory, attachments, common)
+        return lambda directory: records | write_upstream_documents(directory, attachments, common)
 
     return _save_files(run, write)
 

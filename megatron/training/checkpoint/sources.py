@@ -17,26 +17,21 @@ from megatron.core.config_base import get_settings
 from megatron.core.dist_checkpointing import local_checkpoints, serialization
 from megatron.core.dist_checkpointing.agreement import on_first_rank, with_everyone
 from megatron.core.dist_checkpointing.directory import FoundCheckpoint
-from megatron.core.dist_checkpointing.legacy import fill_from_full, read_rank_file
-from megatron.core.dist_checkpointing.legacy_ranks import LegacyCheckpoint, open_legacy
 from megatron.core.dist_checkpointing.local_checkpoints import FoundPart
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.dist_checkpointing.saved_boxes import BoxReader
-from megatron.core.dist_checkpointing.tensor_reading import read_upstream_tensors
-from megatron.core.dist_checkpointing.upstream_dist import (
-    METADATA_NAME,
-    CommonState,
-    explain_unusable_optimizer,
-    find_setting,
-    read_common_state,
-)
-from megatron.core.dist_checkpointing.upstream_optimizer import read_reshaped_state
+from megatron.core.dist_checkpointing.torch_dist import METADATA_NAME
 from megatron.core.dist_checkpointing.validation import KeyReport, shorten_list
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import Group
+from megatron.core.upstream_checkpoints.common_state import CommonState, find_setting, read_common_state
+from megatron.core.upstream_checkpoints.flat_state import read_reshaped_state
+from megatron.core.upstream_checkpoints.names import explain_unusable_optimizer, read_upstream_tensors
+from megatron.core.upstream_checkpoints.rank_file import fill_from_full, read_rank_file
+from megatron.core.upstream_checkpoints.rank_files import LegacyCheckpoint, open_legacy
 from megatron.training.checkpoint import adapter_saves, rng_state, upcycling
 from megatron.training.checkpoint.differences import Change, find_changes
 from megatron.training.checkpoint.documents import CONFIG, RNG, read_rng, read_state

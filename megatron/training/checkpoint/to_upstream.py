@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from megatron.core.config_base import get_settings
-from megatron.core.dist_checkpointing.upstream_dist import name_setting
-from megatron.core.dist_checkpointing.upstream_pickle import UpstreamObject
 from megatron.core.enums import AttnBackend
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.placement import Placement
+from megatron.core.upstream_checkpoints.common_state import name_setting
+from megatron.core.upstream_checkpoints.pickles import UpstreamObject
 from megatron.training.checkpoint.rng_state import get_torch_states
 from megatron.training.config.container import RunConfig
 from megatron.training.config.run_groups import group_classes

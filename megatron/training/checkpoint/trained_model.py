@@ -14,7 +14,6 @@ import torch
 from megatron.core.config_base import get_settings, restore
 from megatron.core.device import current_device, is_cuda
 from megatron.core.dist_checkpointing import serialization
-from megatron.core.dist_checkpointing.diagnosis import explain_nothing
 from megatron.core.dist_checkpointing.mapping import model_state
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.mesh import size_problems
@@ -23,6 +22,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.stacked_parameters import list_parameters
 from megatron.core.tensor_parallel.fp8_products import recall_fallbacks
 from megatron.core.tensor_parallel.parameters import declare_vocabulary
+from megatron.core.upstream_checkpoints.diagnosis import explain_nothing
 from megatron.training.checkpoint import adapter_saves
 from megatron.training.checkpoint.documents import CONFIG
 from megatron.training.checkpoint.run_tensors import build_sharded_fallbacks

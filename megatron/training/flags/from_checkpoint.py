@@ -150,8 +150,8 @@ def _enter_hugging_face(parsed: ParsedFlags, directory: Path, given: dict[str, A
 def _enter_upstream(parsed: ParsedFlags, root: Path, given: dict[str, Any]) -> bool:
     """Enter the settings of a checkpoint that upstream wrote; False where there is none."""
     # Loads torch, in whose format upstream keeps its settings.
-    from megatron.core.dist_checkpointing.upstream_dist import find_setting
-    from megatron.core.dist_checkpointing.upstream_settings import read_upstream_settings
+    from megatron.core.upstream_checkpoints.common_state import find_setting
+    from megatron.core.upstream_checkpoints.settings import read_upstream_settings
 
     found = read_upstream_settings(root, given.get("ckpt_step"))
     if found is None:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.dist_checkpointing.diagnosis import diagnose
 from megatron.core.dist_checkpointing.directory import remove_checkpoint
 from megatron.core.dist_checkpointing.directory_lock import DirectoryLock, Holder
 from megatron.core.dist_checkpointing.non_persistent import find_newest
 from megatron.core.errors import CheckpointError, ConfigError, TemporaryError
 from megatron.core.process_groups_config import SingleRankGroup
+from megatron.core.upstream_checkpoints.diagnosis import diagnose
 from megatron.training.checkpoint.save_directories import prepare_save
 from megatron.training.flags.read import read_run_config
 from tests.functional.pretrain_runs import TINY, run

@@ -35,8 +35,9 @@ from megatron.core.dist_checkpointing.manifest import DamagedCheckpointError, ch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.shard_files import Fill, SavedBox, read_box, write_boxes
 from megatron.core.dist_checkpointing.tensor_archives import find_values, render_head, render_tail
-from megatron.core.dist_checkpointing.tensor_reading import _Job, read_upstream_tensors
+from megatron.core.dist_checkpointing.tensor_reading import _Job
 from megatron.core.errors import CheckpointError
+from megatron.core.upstream_checkpoints.names import read_upstream_tensors
 from tests.support.small_checkpoints import ALONE
 
 DTYPES = (

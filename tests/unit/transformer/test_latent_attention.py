@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.memory import KeptForBackward
-from megatron.core.dist_checkpointing.upstream_dist import our_names
 from megatron.core.errors import ConfigError
 from megatron.core.inference.generate import generate
 from megatron.core.inference.sampling import Sampling
@@ -27,6 +26,7 @@ from megatron.core.sequences.state import SequenceState
 from megatron.core.transformer.execution.operations import describe_operations
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.upstream_checkpoints.names import our_names
 from megatron.planner.memory import count_parameters
 from megatron.planner.parameters import count_whole
 from tests.support.gpt_models import (

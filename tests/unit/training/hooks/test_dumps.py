@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.stored_tensors import open_checkpoint
+from megatron.core.upstream_checkpoints.stored_tensors import open_checkpoint
 from megatron.training.flags.read import read_run_config
 from tests.support.tiny_training import FLAGS, differing, train_tiny
 

@@ -6,7 +6,7 @@
                       /distrib_optim.pt     flat buffers of a distributed optimizer
 
 A file holds its stage's layers, numbered from 0 in each model chunk, and of each tensor its rank's shard. How a tensor
-is cut and where a parameter lies in a flat buffer is written nowhere in it (upstream_layout.py).
+is cut and where a parameter lies in a flat buffer is written nowhere in it (flat_layout.py).
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.legacy import FILE_NAME, RankFile, parse_expert_name, read_rank_file
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX
 from megatron.core.dist_checkpointing.safe_pickle import read_restricted
 from megatron.core.dist_checkpointing.saved_boxes import LazyTensor
-from megatron.core.dist_checkpointing.upstream_dist import CommonState, our_names
-from megatron.core.dist_checkpointing.upstream_layout import Cut, SavedLayout, find_cut
-from megatron.core.dist_checkpointing.upstream_optimizer import Buffers, FlatOptimizerState, parse_joined_buffers
 from megatron.core.errors import CheckpointError
 from megatron.core.process_groups_config import Group
+from megatron.core.upstream_checkpoints.common_state import CommonState
+from megatron.core.upstream_checkpoints.flat_layout import Cut, SavedLayout, find_cut
+from megatron.core.upstream_checkpoints.flat_state import Buffers, FlatOptimizerState, parse_joined_buffers
+from megatron.core.upstream_checkpoints.names import our_names
+from megatron.core.upstream_checkpoints.rank_file import FILE_NAME, RankFile, parse_expert_name, read_rank_file
 
 FLAT_FILE_NAME = "distrib_optim.pt"
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")

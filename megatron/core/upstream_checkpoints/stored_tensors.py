@@ -27,20 +27,20 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron.core.dist_checkpointing.diagnosis import explain_other_content
 from megatron.core.dist_checkpointing.directory import find_directory, saved_iterations
-from megatron.core.dist_checkpointing.legacy import find_legacy_file
-from megatron.core.dist_checkpointing.legacy_ranks import open_legacy
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, read_manifest
 from megatron.core.dist_checkpointing.mapping import RNG_PREFIX
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.dist_checkpointing.saved_boxes import BoxReader, LazyTensor
 from megatron.core.dist_checkpointing.serialization import TENSORS_DOCUMENT, read_valid_rows
 from megatron.core.dist_checkpointing.torch_dist import METADATA_NAME
-from megatron.core.dist_checkpointing.upstream_dist import name_format
 from megatron.core.errors import CheckpointError
 from megatron.core.paths import explain_no_directory
 from megatron.core.placement import Box
+from megatron.core.upstream_checkpoints.common_state import name_format
+from megatron.core.upstream_checkpoints.diagnosis import explain_other_content
+from megatron.core.upstream_checkpoints.rank_file import find_legacy_file
+from megatron.core.upstream_checkpoints.rank_files import open_legacy
 
 OUR_FORMAT = "torch_dist"
 """`StoredCheckpoint.format` of what this program saves for itself."""

@@ -20,26 +20,26 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 
-from megatron.core.dist_checkpointing.legacy import fill_from_full
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.dist_checkpointing.saved_boxes import LazyTensor
-from megatron.core.dist_checkpointing.upstream_dist import name_upstream
-from megatron.core.dist_checkpointing.upstream_layout import (
+from megatron.core.dist_checkpointing.validation import ModelMismatchError
+from megatron.core.errors import CheckpointError
+from megatron.core.process_groups_config import SingleRankGroup
+from megatron.core.upstream_checkpoints.flat_layout import (
     BucketPadding,
     BucketSlot,
     Parameter,
     fill_buckets,
     place_in_buckets,
 )
-from megatron.core.dist_checkpointing.validation import ModelMismatchError
-from megatron.core.errors import CheckpointError
-from megatron.core.process_groups_config import SingleRankGroup
+from megatron.core.upstream_checkpoints.names import name_upstream
+from megatron.core.upstream_checkpoints.rank_file import fill_from_full
 from megatron.training.run import Run
 from tests.support.tiny_training import prepare, values
 from tests.support.upstream_files import DistFiles, Full, Writer
 from tests.support.upstream_letters import LetterWriter
-from tests.unit.dist_checkpointing.test_checkpoint_tools import Tool
+from tests.unit.upstream_checkpoints.test_checkpoint_tools import Tool
 
 DENSE = ("--ffn-hidden-size", "24", "--hidden-size", "24", "--num-layers", "4")
 GATED = (

@@ -24,12 +24,13 @@ from megatron.core.dist_checkpointing.directory import (
     saved_iterations,
 )
 from megatron.core.dist_checkpointing.directory_lock import PATIENCE_SECONDS, list_holders
-from megatron.core.dist_checkpointing.legacy import FILE_NAME, find_legacy_file
-from megatron.core.dist_checkpointing.legacy_ranks import open_legacy
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, checksum, read_manifest, verify_file
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.dist_checkpointing.torch_dist import METADATA_NAME
-from megatron.core.dist_checkpointing.upstream_dist import (
+from megatron.core.dist_checkpointing.validation import check_coverage
+from megatron.core.errors import CheckpointError, format_bytes
+from megatron.core.paths import explain_no_directory
+from megatron.core.upstream_checkpoints.common_state import (
     FSDP_DTENSOR,
     FSDP_REMEDY,
     RELEASE,
@@ -38,9 +39,8 @@ from megatron.core.dist_checkpointing.upstream_dist import (
     is_release,
     name_format,
 )
-from megatron.core.dist_checkpointing.validation import check_coverage
-from megatron.core.errors import CheckpointError, format_bytes
-from megatron.core.paths import explain_no_directory
+from megatron.core.upstream_checkpoints.rank_file import FILE_NAME, find_legacy_file
+from megatron.core.upstream_checkpoints.rank_files import open_legacy
 
 Level = Literal["problem", "warning", "note"]
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.legacy import find_legacy_file, read_rank_file
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
-from megatron.core.dist_checkpointing.upstream_dist import METADATA_NAME, find_upstream_checkpoint, read_common_state
+from megatron.core.dist_checkpointing.torch_dist import METADATA_NAME
+from megatron.core.upstream_checkpoints.common_state import find_upstream_checkpoint, read_common_state
+from megatron.core.upstream_checkpoints.rank_file import find_legacy_file, read_rank_file
 
 
 def read_upstream_settings(root: Path, iteration: int | None) -> tuple[Path, dict[str, Any]] | None:

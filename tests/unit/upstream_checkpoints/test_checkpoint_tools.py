@@ -20,14 +20,15 @@ import torch
 
 from megatron.cli import average_checkpoints, check_checkpoint, inspect_checkpoint
 from megatron.cli.inspect_checkpoint import build_tree, format_tree
-from megatron.core.dist_checkpointing import serialization, stored_tensors
+from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.directory import TRACKER_NAME
 from megatron.core.dist_checkpointing.directory_lock import DirectoryLock, Holder
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, read_manifest
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.stored_tensors import open_checkpoint
 from megatron.core.host_memory import name_machine
 from megatron.core.placement import Piece, Placement
+from megatron.core.upstream_checkpoints import stored_tensors
+from megatron.core.upstream_checkpoints.stored_tensors import open_checkpoint
 from tests.support.small_checkpoints import ALONE, find, save
 
 ROOT = Path(__file__).resolve().parents[3]

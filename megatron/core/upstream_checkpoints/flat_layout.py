@@ -7,7 +7,7 @@ rank are registered, and where they lie in the flat buffers of its distributed o
     each starts at a multiple of 64 elements of its bucket
 
 Nothing of this is written in a checkpoint; it follows from how upstream builds its modules and its gradient buffers
-(param_and_grad_buffer.py there), and from the sizes of the buckets, which are. Names are ours (upstream_dist.py).
+(param_and_grad_buffer.py there), and from the sizes of the buckets, which are. Names are ours (names.py).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.dist_checkpointing.upstream_sections import find_rows
 from megatron.core.errors import CheckpointError
 from megatron.core.plan.letters import split_letters
+from megatron.core.upstream_checkpoints.sections import find_rows
 
 _CUT_BY_ROWS = re.compile(
     r"(.*\.)?(word_embeddings\.weight|output_layer\.(weight|bias)|softmax_offset|(eh|e|h)_proj\.weight|mixer\.norm\.weight"

@@ -8,7 +8,7 @@ the parameters.
     fully_reshardable                            tensors shaped like the parameters: nothing to do here
 
 Which parameter lies where in a bucket is written nowhere: it is worked out from the shapes of the weights, from
-upstream's settings and from the buckets' sizes (upstream_layout.py). The buckets hold the main parameters, too, so the
+upstream's settings and from the buckets' sizes (flat_layout.py). The buckets hold the main parameters, too, so the
 result proves itself: rounded to the weights' dtype, they must be the weights of the same checkpoint.
 """
 
@@ -31,13 +31,9 @@ from megatron.core.dist_checkpointing.agreement import on_every_rank, with_every
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX
 from megatron.core.dist_checkpointing.safe_pickle import refuse_expanded
 from megatron.core.dist_checkpointing.saved_boxes import BoxReader, LazyTensor
-from megatron.core.dist_checkpointing.upstream_dist import (
-    FLAT_KEY,
-    find_flat_shards,
-    our_names,
-    translate_table,
-)
-from megatron.core.dist_checkpointing.upstream_layout import (
+from megatron.core.errors import CheckpointError
+from megatron.core.process_groups_config import Group
+from megatron.core.upstream_checkpoints.flat_layout import (
     BucketSlot,
     ModelOutline,
     Parameter,
@@ -49,9 +45,8 @@ from megatron.core.dist_checkpointing.upstream_layout import (
     place_in_joined_buckets,
     sort_as_registered,
 )
-from megatron.core.dist_checkpointing.upstream_sections import group_sections
-from megatron.core.errors import CheckpointError
-from megatron.core.process_groups_config import Group
+from megatron.core.upstream_checkpoints.names import FLAT_KEY, find_flat_shards, our_names, translate_table
+from megatron.core.upstream_checkpoints.sections import group_sections
 
 _BUCKET = re.compile(r"gbuf_idx_(?P<buffer>\d+)\.dtype_.+\.bucket_idx_(?P<bucket>\d+)\.(?P<kind>\w+)")
 _MAIN = "fp32_param"

@@ -21,10 +21,10 @@ from megatron.core.dist_checkpointing.directory import iteration_directory, save
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, leave_out_padding
 from megatron.core.dist_checkpointing.safe_pickle import read_restricted, refuse_expanded
 from megatron.core.dist_checkpointing.saved_boxes import LazyTensor
-from megatron.core.dist_checkpointing.upstream_dist import RELEASE, CommonState, list_named, parse_common_state
 from megatron.core.dist_checkpointing.validation import KeyReport, fill_wanted
 from megatron.core.errors import CheckpointError
 from megatron.core.process_groups_config import Group
+from megatron.core.upstream_checkpoints.common_state import RELEASE, CommonState, list_named, parse_common_state
 
 FILE_NAME = "model_optim_rng.pt"
 _REFUSAL = "pass --no-load-optim or --finetune"

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from megatron.cli import convert_checkpoint as convert
-from megatron.core.dist_checkpointing.averaging import average_checkpoints
-from megatron.core.dist_checkpointing.legacy_write import RankTensor, arrange, build_models, name_rank_directory
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata, read_restricted
-from megatron.core.dist_checkpointing.stored_tensors import open_checkpoint
-from megatron.core.dist_checkpointing.upstream_pickle import UpstreamObject, write_pickle
 from megatron.core.errors import CheckpointError, ConfigError, StorageError
 from megatron.core.plan.model_plan import Branch, LayerPlan
+from megatron.core.upstream_checkpoints.pickles import UpstreamObject, write_pickle
+from megatron.core.upstream_checkpoints.stored_tensors import open_checkpoint
+from megatron.core.upstream_checkpoints.write_rank_files import RankTensor, arrange, build_models, name_rank_directory
 from megatron.hf.convert import convert as bridge_convert
 from megatron.hf.convert import parse_arguments
+from megatron.training.checkpoint.averaging import average_checkpoints
 from megatron.training.flags.read import read_run_config
 from megatron.training.recipes.gpt import build_gpt_recipe
 from megatron.training.training import run_recipe

@@ -6,7 +6,7 @@ model-parallel rank a flat tensor of each bucket and kind of state.
     shares of two data-parallel ranks             | share 0                            | share 1                |
 
 Boxes end where a parameter or a share does, and what lies between two parameters is a box of zeros. Where a parameter
-lies is worked out in upstream_layout.py; upstream_optimizer.py is the reader.
+lies is worked out in flat_layout.py; flat_state.py is the reader.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
-from megatron.core.dist_checkpointing.upstream_dist import FLAT_KEY
-from megatron.core.dist_checkpointing.upstream_dist_write import name_object
-from megatron.core.dist_checkpointing.upstream_layout import BucketPadding, BucketSlot, Parameter, fill_buckets
 from megatron.core.placement import Piece
+from megatron.core.upstream_checkpoints.flat_layout import BucketPadding, BucketSlot, Parameter, fill_buckets
+from megatron.core.upstream_checkpoints.names import FLAT_KEY
+from megatron.core.upstream_checkpoints.write_torch_dist import name_object
 
 
 class FlatBufferShare:

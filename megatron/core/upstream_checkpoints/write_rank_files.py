@@ -7,7 +7,7 @@
 
 A file holds the shards of its rank under the names that its stage gives them; upstream writes each expert's weights
 apart, and numbers the optimizer's parameters group by group in the order of its modules. The replicas of a rank hold
-the same, and one of them writes. legacy.py and legacy_ranks.py are the readers.
+the same, and one of them writes. rank_file.py and rank_files.py are the readers.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torch import Tensor
 from megatron.core.device import is_cpu
 from megatron.core.dist_checkpointing.agreement import on_every_rank
 from megatron.core.dist_checkpointing.durable import create_file
-from megatron.core.dist_checkpointing.legacy import FILE_NAME
 from megatron.core.dist_checkpointing.manifest import FileRecord
-from megatron.core.dist_checkpointing.upstream_dist import list_kept, name_upstream
-from megatron.core.dist_checkpointing.upstream_pickle import write_pickle
 from megatron.core.plan.model_plan import LayerPlan
 from megatron.core.process_groups_config import Group
+from megatron.core.upstream_checkpoints.names import list_kept, name_upstream
+from megatron.core.upstream_checkpoints.pickles import write_pickle
+from megatron.core.upstream_checkpoints.rank_file import FILE_NAME
 
 _LINEAR = re.compile(r"(.*\.(?:linear_\w+|(?:eh|e|h)_proj|in_proj|out_proj|output_layer)|output_layer)\.weight\d*")
 _EXPERTS = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<layer>linear_fc[12])\.(?P<kind>weight|bias)")

@@ -25,7 +25,10 @@ from megatron.core.dist_checkpointing.directory import (
 from megatron.core.dist_checkpointing.directory_lock import DirectoryLock
 from megatron.core.dist_checkpointing.manifest import read_manifest, verify_files
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX, ShardedStateDict, ShardedTensor
-from megatron.core.dist_checkpointing.stored_tensors import (
+from megatron.core.errors import CheckpointError, ConfigError
+from megatron.core.placement import Placement
+from megatron.core.process_groups_config import SingleRankGroup
+from megatron.core.upstream_checkpoints.stored_tensors import (
     OUR_FORMAT,
     StoredCheckpoint,
     StoredTensor,
@@ -33,9 +36,6 @@ from megatron.core.dist_checkpointing.stored_tensors import (
     kind_of,
     open_checkpoint,
 )
-from megatron.core.errors import CheckpointError, ConfigError
-from megatron.core.placement import Placement
-from megatron.core.process_groups_config import SingleRankGroup
 
 MAIN_PREFIX = f"{OPTIMIZER_PREFIX}fp32_param."
 """Key of a parameter's copy in float32, which 16-bit training keeps."""

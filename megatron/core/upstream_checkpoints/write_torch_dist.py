@@ -11,7 +11,7 @@
 | <linear layer>._extra_state/shard_3_4     | pickled None: what Transformer Engine keeps there is not kept here      |
 | common_state/shard_0_1, rng_state/...     | pickled objects that the caller gives                                   |
 
-Objects come after the tensors in the file of the process that writes them. upstream_dist.py is the reader.
+Objects come after the tensors in the file of the process that writes them. names.py is the reader.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import dataclasses
 import functools
 import io
 import itertools
+import json
 import os
 import re
 import zlib
@@ -34,15 +35,18 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_rank
-from megatron.core.dist_checkpointing.manifest import FileRecord
+from megatron.core.dist_checkpointing.directory import COMMON_NAME
+from megatron.core.dist_checkpointing.durable import write_file
+from megatron.core.dist_checkpointing.manifest import FileRecord, record_file
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX, ShardedStateDict, ShardedTensor
 from megatron.core.dist_checkpointing.save_plan import find_block
+from megatron.core.dist_checkpointing.serialization import FORMAT_DOCUMENT, copy_attachments, write_documents
 from megatron.core.dist_checkpointing.torch_dist import Written, plan_write, write_contents, write_share
-from megatron.core.dist_checkpointing.upstream_dist import list_kept, name_upstream
-from megatron.core.dist_checkpointing.upstream_pickle import write_pickle
 from megatron.core.placement import Box, Piece
 from megatron.core.plan.model_plan import ModelPlan
 from megatron.core.process_groups_config import Group
+from megatron.core.upstream_checkpoints.names import list_kept, name_upstream
+from megatron.core.upstream_checkpoints.pickles import write_pickle
 
 _LAYER = re.compile(r"(?P<start>decoder|mtp)\.layers\.(?P<number>\d+)\.(?:mtp_model_layer\.)?(?P<rest>.+)")
 _LINEAR = re.compile(r"(.*\.(?:linear_\w+|(?:eh|e|h)_proj|in_proj|out_proj))\.weight")
@@ -262,3 +266,21 @@ def _append_objects(path: Path, objects: Mapping[str, Any], record: FileRecord) 
         error.filename = error.filename or os.fspath(path)
         raise
     return results, FileRecord(end, crc32)
+
+
+def write_upstream_documents(
+    directory: Path, attachments: Mapping[str, Path], common: Mapping[str, Any] | None
+) -> dict[str, FileRecord]:
+    """Write what upstream has next to the tensors, and copy files by their names there; return their records. Raises
+    OSError.
+
+    common: settings and progress, for the file in which earlier releases of upstream have them; None for no such file.
+    """
+    records = {}
+    if common is not None:
+        content = io.BytesIO()
+        write_pickle(dict(common), content)
+        write_file(directory / COMMON_NAME, content.getvalue(), "document")
+        records[COMMON_NAME] = record_file(directory / COMMON_NAME)
+    texts = {name: json.dumps(content) for name, content in FORMAT_DOCUMENT.items()}
+    return records | write_documents(directory, texts) | copy_attachments(directory, attachments)
