@@ -45,7 +45,8 @@ from megatron.core.inference.sampling import Sampling
 from megatron.core.optional_deps import available
 from megatron.core.transformer.core_attention.interface import AttentionOptions, Visible
 from megatron.core.transformer.core_attention.select import build_attention_backend
-from megatron.training.checkpoint.save_and_load import load_checkpoint, save_checkpoint
+from megatron.training.checkpoint.restore import load_checkpoint
+from megatron.training.checkpoint.save import save_checkpoint
 from megatron.training.flags.read import read_run_config
 from megatron.training.recipes.gpt import build_gpt_model
 from megatron.training.recipes.vocabulary import build_tokenizer, compute_padded_vocab_size

@@ -40,7 +40,7 @@ from megatron.core.transformer.execution.compilation import compile_regions, fin
 from megatron.core.transformer.execution.cuda_graphs import record_layers
 from megatron.training.checkpoint.adapter_saves import require_base
 from megatron.training.checkpoint.foreign_files import load_adapter, prepare_foreign_save
-from megatron.training.checkpoint.save_and_load import load_checkpoint
+from megatron.training.checkpoint.restore import load_checkpoint
 from megatron.training.checkpoint.save_directories import prepare_save, refuse_to_undo
 from megatron.training.config.container import RunConfig
 from megatron.training.config.relations import compute_schedule_lengths, samples_per_scheduled_iteration

@@ -14,7 +14,7 @@ from megatron.core.taken_arguments import take_arguments
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.transformer.execution.cuda_graphs import forget_recordings
 from megatron.training.checkpoint.foreign_files import save_foreign
-from megatron.training.checkpoint.save_and_load import convert_checkpoint
+from megatron.training.checkpoint.save import convert_checkpoint
 from megatron.training.config.container import RunConfig
 from megatron.training.current_run import CurrentRun
 from megatron.training.data.loading import explain_lost_loader

@@ -112,7 +112,7 @@ def _count_evenly(ends: Any) -> list[int]:
 
 def _replace_checkpoints() -> None:
     from megatron.core.dist_checkpointing import serialization
-    from megatron.training.checkpoint import save_and_load
+    from megatron.training.checkpoint import restore
 
     def save(tensors: Any, root: Path, iteration: int, **parts: Any) -> Path:
         path = root / f"iter_{iteration:07d}"
@@ -128,7 +128,7 @@ def _replace_checkpoints() -> None:
 
     serialization.save = save  # type: ignore[assignment]
     # Before anything imports its name from there.
-    save_and_load.load_checkpoint = load
+    restore.load_checkpoint = load
 
 
 def _assert_alike(actual: Any, expected: Any, **options: Any) -> None:

@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_r
 from megatron.core.dist_checkpointing.directory import TRACKER_NAME, find_checkpoint, iteration_directory
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.errors import MegatronError
-from megatron.training.checkpoint.save_and_load import load_checkpoint
+from megatron.training.checkpoint.restore import load_checkpoint
 from megatron.training.loop import train
 from megatron.training.run import Run
 from megatron.training.verify.parity import open_local_run

@@ -16,7 +16,7 @@ from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.placement import get_placement
 from megatron.hf.convert import convert, parse_arguments
 from megatron.hf.running import HuggingFaceFiles
-from megatron.training.checkpoint.save_and_load import save_checkpoint
+from megatron.training.checkpoint.save import save_checkpoint
 from megatron.training.flags.read import read_run_config
 from megatron.training.recipes.gpt import build_gpt_recipe
 from megatron.training.run import Run

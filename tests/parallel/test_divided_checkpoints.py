@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.training.checkpoint.save_and_load import save_checkpoint
+from megatron.training.checkpoint.save import save_checkpoint
 from megatron.training.checkpoint.trained_model import load_trained_model
 from megatron.training.flags.read import read_run_config
 from megatron.training.launch.initialize import Process, build_rank_grid, set_seeds

@@ -18,7 +18,8 @@ import torch
 from megatron.core.distributed.sharded_params import get_local_shard
 from megatron.core.placement import get_placement
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.training.checkpoint.save_and_load import load_checkpoint, save_checkpoint
+from megatron.training.checkpoint.restore import load_checkpoint
+from megatron.training.checkpoint.save import save_checkpoint
 from megatron.training.checkpoint.trained_model import load_trained_model
 from megatron.training.hooks.measures import list_routers
 from megatron.training.step import train_step

@@ -25,7 +25,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.fp8_products import GRAD, WEIGHT, FP8Matmul, FP8Recipe
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.parameters import find_global_name, initialise_parameters, normal
-from megatron.training.checkpoint.save_and_load import save_checkpoint
+from megatron.training.checkpoint.save import save_checkpoint
 from megatron.training.loop import train
 from megatron.training.run import Run
 from megatron.training.verify.comparison import choose_tolerances, find_differences

@@ -26,7 +26,7 @@ from megatron.hf.running import HuggingFaceFiles
 from megatron.hf.tensor_files import open_tensors
 from megatron.hf.weight_buckets import pack_buckets
 from megatron.training.checkpoint.foreign_files import save_foreign
-from megatron.training.checkpoint.save_and_load import save_checkpoint
+from megatron.training.checkpoint.save import save_checkpoint
 from megatron.training.flags.read import read_run_config
 from megatron.training.loop import train
 from megatron.training.recipes.gpt import build_gpt_recipe

@@ -14,7 +14,7 @@ import torch
 
 from megatron.core.dist_checkpointing import shard_files
 from megatron.core.placement import get_placement
-from megatron.training.checkpoint.save_and_load import save_checkpoint
+from megatron.training.checkpoint.save import save_checkpoint
 from megatron.training.checkpoint.trained_model import load_trained_model
 from megatron.training.loop import train
 from megatron.training.verify.parity import open_local_run

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.async_save import AsyncSaver
 from megatron.core.errors import ConfigError
-from megatron.training.checkpoint.save_and_load import save_checkpoint
+from megatron.training.checkpoint.save import save_checkpoint
 from megatron.training.config.checkpoint import FOR_UPSTREAM
 from megatron.training.step import train_step
 from megatron.training.verify.parity import open_local_run

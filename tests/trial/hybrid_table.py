@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.core.errors import ConfigError
-from megatron.training.checkpoint.save_and_load import save_checkpoint
+from megatron.training.checkpoint.save import save_checkpoint
 from megatron.training.flags.read import read_run_config
 from megatron.training.loop import open_batches
 from megatron.training.recipes.gpt import build_gpt_recipe

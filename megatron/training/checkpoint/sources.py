@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that a run may go on from, whatever their format: restoring.py asks the same of all of them.
+"""Checkpoints that a run may go on from, whatever their format: restore.py asks the same of all of them.
 
 From one of upstream's go on weights, optimizer state, iteration, consumed samples and learning-rate schedule. Random
 numbers start from --seed: upstream's generators are drawn from in another order, so that their states would not give

@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.directory import (
 from megatron.core.dist_checkpointing.local_checkpoints import find_rank_directory, remove_others
 from megatron.core.dist_checkpointing.writer_process import WriterProcess
 from megatron.core.errors import StorageError, report_error, say
-from megatron.training.checkpoint.save_and_load import save_checkpoint
+from megatron.training.checkpoint.save import save_checkpoint
 from megatron.training.checkpoint.save_directories import (
     find_non_persistent_directory,
     list_non_persistent_directories,

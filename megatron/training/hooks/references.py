@@ -14,7 +14,7 @@ import torch
 from megatron.core.collectives import all_gather_object, broadcast_object
 from megatron.core.errors import ConfigError, say
 from megatron.training.checkpoint.foreign_files import load_adapter
-from megatron.training.checkpoint.save_and_load import load_checkpoint, load_weights
+from megatron.training.checkpoint.restore import load_checkpoint, load_weights
 from megatron.training.data.loading import SPLITS, load_samples
 from megatron.training.data.samples import PADDING, WholeSampler
 from megatron.training.recipes.preference import PreferenceStep, References

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.dist_checkpointing.agreement import on_first_rank
 from megatron.core.dist_checkpointing.directory import latest_iteration
 from megatron.core.errors import NonFiniteError, say
-from megatron.training.checkpoint.save_and_load import load_checkpoint
+from megatron.training.checkpoint.restore import load_checkpoint
 from megatron.training.config.container import RunConfig
 from megatron.training.rerun.replay import StepStart
 from megatron.training.rerun.validation import (

@@ -24,7 +24,7 @@ import torch
 
 from megatron.core.collectives import all_gather_object, all_reduce
 from megatron.core.errors import NonFiniteError, RerunError, say
-from megatron.training.checkpoint.save_and_load import save_checkpoint
+from megatron.training.checkpoint.save import save_checkpoint
 from megatron.training.config.reliability import ReliabilityConfig
 from megatron.training.rerun.outliers import LargestValues
 from megatron.training.rerun.replay import StepStart, describe_samples, find_first_bad, replay

@@ -20,7 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.taken_arguments import take_arguments
 from megatron.core.upstream.modules import unwrap_model
 from megatron.training.arguments import make_run_config
-from megatron.training.checkpoint import documents, save_and_load
+from megatron.training.checkpoint import documents, restore
 from megatron.training.config.run_groups import group_classes
 from megatron.training.data.samples import build_batch_size_calculator
 from megatron.training.global_vars import get_args
@@ -140,7 +140,7 @@ def load_checkpoint(
     if not strict:
         lax = replace(parts.config.checkpoint, dist_ckpt_strictness="log_all")
         parts.config = parts.config.with_groups(checkpoint=lax)
-    save_and_load.load_checkpoint(parts)  # type: ignore[arg-type]
+    restore.load_checkpoint(parts)  # type: ignore[arg-type]
     args.iteration, args.consumed_train_samples = parts.progress.iteration, parts.progress.consumed_train_samples
     return parts.progress.iteration, parts.progress.floating_point_operations
 

@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.directory import list_superseded, remove_c
 from megatron.core.dist_checkpointing.writer_process import WriterProcess
 from megatron.core.errors import ConfigError, StorageError, report_error, say
 from megatron.core.process_groups_config import Group
-from megatron.training.checkpoint.save_and_load import save_checkpoint
+from megatron.training.checkpoint.save import save_checkpoint
 from megatron.training.checkpoint.save_directories import find_non_persistent_directory, prepare_save
 from megatron.training.config.checkpoint import CheckpointConfig
 

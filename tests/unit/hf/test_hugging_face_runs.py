@@ -23,7 +23,8 @@ from megatron.hf.conversion import import_model, open_source
 from megatron.hf.running import HuggingFaceFiles
 from megatron.hf.tensor_files import open_tensors
 from megatron.training.checkpoint.foreign_files import save_foreign
-from megatron.training.checkpoint.save_and_load import convert_checkpoint, load_checkpoint
+from megatron.training.checkpoint.restore import load_checkpoint
+from megatron.training.checkpoint.save import convert_checkpoint
 from megatron.training.flags.read import examine, read_run_config
 from megatron.training.loop import train
 from megatron.training.recipes.gpt import build_gpt_recipe

@@ -121,7 +121,7 @@ def test_the_way_of_a_flag() -> None:
 
 
 def test_the_way_of_a_weight_into_a_checkpoint(tmp_path: Path) -> None:
-    from megatron.training.checkpoint.save_and_load import save_checkpoint
+    from megatron.training.checkpoint.save import save_checkpoint
 
     with traced() as calls, smallest_run(f"--save {tmp_path / 'checkpoints'} --save-interval 1") as run:
         save_checkpoint(run)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.errors import CheckpointError, ConfigError
-from megatron.training.checkpoint.save_and_load import save_checkpoint
+from megatron.training.checkpoint.save import save_checkpoint
 from megatron.training.launch.initialize import shut_down
 from megatron.training.run import Run
 from tests.support.tiny_training import SEQUENCE, VOCABULARY, differing, prepare, train_tiny

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron.core.errors import NonFiniteError
-from megatron.training.checkpoint.save_and_load import load_checkpoint
+from megatron.training.checkpoint.restore import load_checkpoint
 from megatron.training.hooks.dispatch import Hooks
 from megatron.training.hooks.writers import MetricsFile
 from megatron.training.metrics import Metrics

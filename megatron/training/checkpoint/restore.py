@@ -1,35 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving of a run, and its continuation: weights, optimizer, schedule, random numbers, and how far it is.
-
-    iter_0000010/
-      tensors         <parameter>, optimizer.state.exp_avg.<parameter>, ..., rng_state.<rank>.<generator>
-      state.json      progress, learning-rate schedule, number of updates, loss scale
-      rng.json        Python's and numpy's generators
-      config.json     all settings of the run
-      tokenizer/      the tokenizer's files
-
-A resumed run repeats the uninterrupted one bit for bit. Files and names are the affair of core/dist_checkpointing.
+"""A run goes on from a checkpoint, in whichever format that is: where one is looked for, and what is compared, refused,
+filled and said. A resumed run repeats the uninterrupted one bit for bit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron.core.dist_checkpointing import non_persistent, serialization
 from megatron.core.dist_checkpointing.agreement import on_first_rank
-from megatron.core.dist_checkpointing.async_save import AsyncSaver
-from megatron.core.dist_checkpointing.crash_points import reach
 from megatron.core.dist_checkpointing.directory import FoundCheckpoint, find_checkpoint
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, DamagedCheckpointError
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.validation import ModelMismatchError, shorten_list
 from megatron.core.dist_checkpointing.verification import Look
 from megatron.core.errors import CheckpointError, say
 from megatron.core.paths import explain_no_directory
 from megatron.core.process_groups_config import Group
+from megatron.core.tensor_parallel.fp8_products import recall_fallbacks
 from megatron.core.upstream_checkpoints.common_state import RELEASE, find_release, find_upstream_checkpoint
 from megatron.core.upstream_checkpoints.diagnosis import (
     explain_foreign_format,
@@ -37,123 +30,31 @@ from megatron.core.upstream_checkpoints.diagnosis import (
     explain_wrong_level,
 )
 from megatron.core.upstream_checkpoints.rank_file import FILE_NAME, find_legacy_file
-from megatron.training.checkpoint import rng_state
-from megatron.training.checkpoint.adapter_saves import BASE, describe_base, leave_out_base, saves_adapters_only
-from megatron.training.checkpoint.documents import CONFIG, RNG, STATE
-from megatron.training.checkpoint.local_saves import find_local_part, save_locally
-from megatron.training.checkpoint.restoring import restore
+from megatron.training.checkpoint import rng_state, upcycling
+from megatron.training.checkpoint.differences import (
+    Change,
+    describe_shape_differences,
+    list_changes,
+    refuse_another_function,
+)
+from megatron.training.checkpoint.layer_names import find_renaming, rename_tensors
+from megatron.training.checkpoint.local_saves import find_local_part, list_replicas
 from megatron.training.checkpoint.run_tensors import (
     build_sharded_fallbacks,
-    build_sharded_fp8_state,
-    build_sharded_model_state,
-    build_sharded_optimizer_state,
+    select_tensors,
 )
-from megatron.training.checkpoint.save_directories import find_global_directory, find_lock, say_once, warn_once
-from megatron.training.checkpoint.save_for_upstream import save_torch, save_upstream_dist
+from megatron.training.checkpoint.save_directories import find_global_directory, say_once, warn_once
 from megatron.training.checkpoint.sources import (
     CheckpointSource,
+    Filling,
     ForeignSource,
     LocalSource,
     OurSource,
     RankFiles,
     TorchDist,
 )
-from megatron.training.checkpoint.tokenizer_assets import list_tokenizer_files
-from megatron.training.config.checkpoint import UPSTREAM_TORCH_DIST, CheckpointConfig, find_hf_directory
+from megatron.training.config.checkpoint import STRICTNESS, CheckpointConfig, find_hf_directory
 from megatron.training.run import Run
-
-# ---- saving
-
-
-def save_checkpoint(
-    run: Run, saver: AsyncSaver | None = None, *, non_persistent_root: Path | None = None, ranks: Collection[int] = ()
-) -> Path | None:
-    """Save the run to --save as `iter_<iteration>` and return the directory. Every rank calls this.
-
-    saver: only begin it, return None, and let this one go on while training does. non_persistent_root: save there
-    instead. ranks: whose random numbers this process saves, only itself if empty. Raises StorageError on every rank
-    when the disk is full or fails, or another run has taken the directory over; earlier checkpoints stay as they are.
-    """
-    settings = run.config.checkpoint
-    assert settings.save is not None
-    reach("save-begun")
-    # A checkpoint that does not stay is for this program alone.
-    kind = settings.ckpt_format if non_persistent_root is None else LOCAL if settings.saves_locally else None
-    path = SINKS.get(kind, _save_ours)(run, saver, non_persistent_root, ranks)
-    if path is not None:
-        reach("save-done")
-    return path
-
-
-def _save_ours(run: Run, saver: AsyncSaver | None, other: Path | None, ranks: Collection[int]) -> Path | None:
-    tensors, documents = _gather_content(run, ranks)
-    if saves_adapters_only(run):
-        tensors = leave_out_base(run, tensors)
-    settings, root = run.config.checkpoint, Path(run.config.checkpoint.save or "")
-    if other is not None:
-        documents[non_persistent.DOCUMENT] = non_persistent.build_document(root)
-        root = other
-    # With it a checkpoint can be used where the tokenizer's directory does not exist.
-    attachments = list_tokenizer_files(run.config.tokenizer) if settings.save_tokenizer_assets else {}
-    if run.recipe.foreign_files is not None:
-        attachments |= run.recipe.foreign_files.list_attachments(run.config)
-    save = serialization.save if saver is None else saver.start
-    reach("state-gathered")
-    return save(
-        tensors, root, run.progress.iteration, documents=documents, attachments=attachments, group=run.groups.world,
-        lock=find_lock(run.save_locks, root),
-    )  # fmt: skip
-
-
-def _save_on_nodes(run: Run, saver: AsyncSaver | None, other: Path | None, ranks: Collection[int]) -> Path:
-    tensors, documents = _gather_content(run, ranks)
-    reach("state-gathered")
-    return save_locally(run, tensors, documents)
-
-
-def _gather_content(run: Run, ranks: Collection[int]) -> tuple[ShardedStateDict, dict[str, Any]]:
-    """The tensors that a checkpoint of ours has, and its documents by their names."""
-    settings, world = run.config.checkpoint, run.groups.world
-    tensors = build_sharded_model_state(run)
-    reach("weights-gathered")
-    # With --no-save-optim the entries stay, as None: that tells a reader from a checkpoint that is damaged.
-    state: dict[str, Any] = {"progress": run.progress.state_dict(), "optimizer": None, "scheduler": None}
-    if not settings.no_save_optim:
-        tensors |= build_sharded_optimizer_state(run) | build_sharded_fp8_state(run)
-        state["optimizer"] = run.optimizer.numbers()
-        state["scheduler"] = run.scheduler.state_dict()
-    else:
-        tensors |= build_sharded_fallbacks(chunk.module for chunk in run.model)
-    if hooks := run.hooks.state_dict():
-        state["hooks"] = hooks
-    documents: dict[str, Any] = {STATE: state, CONFIG: run.config.to_dict()}
-    if saves_adapters_only(run):
-        documents[BASE] = describe_base(run)
-    if not settings.no_save_rng:
-        ranks = ranks or [world.rank()]
-        for rank in ranks:
-            tensors |= rng_state.build_sharded_rng_state(rank)
-        documents[RNG] = rng_state.build_rng_document(world, run.groups.grid.sizes, ranks)
-    return tensors, documents
-
-
-LOCAL = "local"
-SINKS: Mapping[str | None, Callable[..., Path | None]] = {
-    "torch": lambda run, *_: save_torch(run),
-    UPSTREAM_TORCH_DIST: lambda run, *_: save_upstream_dist(run),
-    LOCAL: _save_on_nodes,
-}
-"""What saves a run in another way than ours, by --ckpt-format, and on the ranks' nodes. Every rank calls it, and it
-raises StorageError on every rank."""
-
-
-def convert_checkpoint(run: Run) -> None:
-    """--ckpt-convert-format: save what was loaded; every rank calls this. Raises StorageError on every rank."""
-    path = save_checkpoint(run)
-    say_once(run.groups.world, f"converted {run.config.checkpoint.load} to {path}; nothing is trained")
-
-
-# ---- loading
 
 
 def load_checkpoint(run: Run) -> None:
@@ -341,3 +242,97 @@ WAYS: Sequence[Callable[[Run, LoadPlace], bool]] = (
 )  # fmt: skip
 """Ways to go on from a place, the first that finds something there: each says whether it does. Every rank calls them,
 and they raise CheckpointError on every rank."""
+
+
+# ---- one checkpoint
+
+
+def restore(run: Run, source: CheckpointSource, *, weights_only: bool = False) -> None:
+    """Continue from a checkpoint, or begin with its weights alone. Every rank calls this.
+
+    Raises CheckpointError on every rank, where it can before a tensor is touched.
+    """
+    settings, world, path = run.config.checkpoint, run.groups.world, source.path
+    changes = source.find_changes()
+    if from_dense := upcycling.begins(run, changes, path):
+        changes, weights_only = upcycling.leave_out_expert_settings(changes), True
+    refuse_another_function(changes, str(path), is_overridden=settings.override_model_settings)
+    with_optimizer = not (weights_only or settings.no_load_optim)
+    state = source.read_state(with_optimizer=with_optimizer)
+    if with_optimizer:
+        # Before anything is loaded: a state that this optimizer cannot continue must leave the run as it was.
+        run.optimizer.check_state(state.optimizer)
+    random_numbers = None if weights_only or settings.no_load_rng else source.read_random_numbers()
+
+    modules = [chunk.module for chunk in run.model]
+    with_main = source.is_exact or settings.loads_main_params(run.config.model)
+    tensors = select_tensors(run, with_optimizer=with_optimizer, with_main=with_main) | build_sharded_fallbacks(modules)
+    if random_numbers is not None:
+        tensors |= rng_state.build_sharded_rng_state(world.rank())
+    # The checkpoint may be of a GPT where this is a hybrid, or the other way round.
+    renamed = rename_tensors(tensors.values(), find_renaming(run, changes, path))
+    tensors = {tensor.key: tensor for tensor in renamed}
+    _fill(run, source, changes, tensors, from_dense=from_dense, with_state=with_optimizer or with_main)
+
+    # A checkpoint that the run continues may be removed when it has saved the next one.
+    is_base = source.weights is not None and (weights_only or source.weights.path != path) and not from_dense
+    run.base = source.weights if is_base else None
+    recall_fallbacks(modules)
+    if with_optimizer:
+        run.optimizer.load_numbers(state.optimizer)
+        run.scheduler.load_state_dict(state.scheduler)
+    if with_optimizer or with_main:
+        run.optimizer.after_load()
+    else:
+        # The optimizer's main parameters are copies in float32: they must follow the weights that were loaded.
+        run.optimizer.reload_model_params()
+    if random_numbers is not None:
+        # After everything that may draw: from here on the numbers continue the saved run's.
+        rng_state.restore(random_numbers, tensors, world.rank())
+    for note in source.notes:
+        say_once(world, f"note: {note}")
+    # Progress stays at 0, and the hooks have no state: this is a new run with given weights.
+    if weights_only:
+        say_once(world, f"loaded the weights of {path}; iteration, optimizer and random numbers start afresh")
+        return
+    if source.is_ours:
+        run.loaded_from = path
+    run.progress.load_state_dict(state.progress)
+    run.hooks.load_state_dict(state.hooks)
+    samples = run.progress.consumed_train_samples
+    say_once(world, f"resuming from {path}{source.origin}, after {samples} samples{source.ending}")
+    if source.is_ours and (lines := list_changes(changes)):
+        say_once(world, "\n    ".join(["settings that changed:", *lines]))
+
+
+def _fill(
+    run: Run,
+    source: CheckpointSource,
+    changes: list[Change],
+    tensors: ShardedStateDict,
+    *,
+    from_dense: bool,
+    with_state: bool,
+) -> None:
+    """Fill the tensors with what --dist-ckpt-strictness tolerates, and say what it has tolerated. from_dense: the
+    checkpoint is of a dense model, whose MLPs become experts."""
+    settings = run.config.checkpoint
+    strictness = STRICTNESS[settings.dist_ckpt_strictness]
+    # With --no-initialization a weight that the checkpoint lacks would hold whatever was in memory.
+    may_lack = strictness.may_lack and run.config.model.perform_initialization
+    # What experts are made of stands in host memory, and does not travel over the devices' network.
+    is_shared = settings.ckpt_fully_parallel_load and not from_dense
+    tolerated = {"may_lack": may_lack, "may_have_more": strictness.may_have_more}
+    wish = Filling(list_replicas(run) if is_shared else (), with_state, tolerated)
+    try:
+        with upcycling.load_as_dense(run, tensors) if from_dense else contextlib.nullcontext(tensors) as asked:
+            report = source.fill(asked, wish)
+    except ModelMismatchError as error:
+        raise CheckpointError(f"{source.path}: {error}{describe_shape_differences(changes)}") from None
+    for keys, what in (
+        (report.lacking, "of this model are not in it and begin with their initial values"),
+        (report.surplus if strictness.lists_more else (), "in it have no place in this model and were left out"),
+    ):
+        if keys:
+            lines = [f"{source.path}: these tensors {what}:", *shorten_list(keys)]
+            warn_once(run.groups.world, "\n    ".join(lines))
