@@ -18,8 +18,9 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.agreement import on_first_rank
-from megatron.core.dist_checkpointing.directory import TRACKER_NAME, FoundCheckpoint, iteration_directory
+from megatron.core.dist_checkpointing.directory import TRACKER_NAME, iteration_directory
 from megatron.core.dist_checkpointing.durable import storage_errors, sync_directory, write_file
+from megatron.core.dist_checkpointing.finding import FoundCheckpoint
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, verify_files
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX, RNG_PREFIX, ShardedTensor
 from megatron.core.dist_checkpointing.state_dicts import load_tensors_metadata

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_rank
-from megatron.core.dist_checkpointing.directory import TRACKER_NAME, find_checkpoint, iteration_directory
+from megatron.core.dist_checkpointing.directory import TRACKER_NAME, iteration_directory
+from megatron.core.dist_checkpointing.finding import find_checkpoint
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.errors import MegatronError
 from megatron.training.checkpoint.restore import load_checkpoint

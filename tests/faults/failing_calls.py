@@ -30,7 +30,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_flatten
 
-from megatron.core.dist_checkpointing.directory import TRACKER_NAME, find_checkpoint, list_leftovers, settle_leftovers
+from megatron.core.dist_checkpointing.directory import TRACKER_NAME, list_leftovers, settle_leftovers
+from megatron.core.dist_checkpointing.finding import find_checkpoint
 from megatron.core.dist_checkpointing.safe_pickle import read_restricted
 from megatron.core.errors import CheckpointError
 from megatron.training.launch.local_job import run_job_locally

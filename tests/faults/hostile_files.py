@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.dist_checkpointing.saved_boxes import BoxReader
 from megatron.core.errors import CheckpointError
-from megatron.core.upstream_checkpoints.flat_state import read_flat_buffers
+from megatron.core.upstream_checkpoints.flat_files import read_flat_buffers
 from megatron.core.upstream_checkpoints.names import read_upstream_tensors
 from megatron.core.upstream_checkpoints.rank_files import open_legacy
 from megatron.core.upstream_checkpoints.settings import read_upstream_settings

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import checksums, serialization, shard_files, verification
-from megatron.core.dist_checkpointing.directory import Verify
+from megatron.core.dist_checkpointing.finding import Verify
 from megatron.core.dist_checkpointing.manifest import DamagedCheckpointError, read_manifest
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, model_state
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata

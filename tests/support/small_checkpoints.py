@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from megatron.core.dist_checkpointing import serialization
-from megatron.core.dist_checkpointing.directory import FoundCheckpoint
+from megatron.core.dist_checkpointing.finding import FoundCheckpoint
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.process_groups_config import SingleRankGroup
 

@@ -24,19 +24,16 @@ import re
 import shutil
 import sys
 import uuid
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.crash_points import reach
 from megatron.core.dist_checkpointing.durable import read_file, replace_file, storage_errors, sync_directory, write_file
 from megatron.core.dist_checkpointing.manifest import (
     MANIFEST_NAME,
-    FileRecord,
     Manifest,
     check_lengths,
     read_manifest,
-    verify_files,
 )
 from megatron.core.errors import CheckpointError, ConfigError, say
 from megatron.core.paths import explain_unmakeable_directory
@@ -46,22 +43,11 @@ COMMON_NAME = "common.pt"
 """In a checkpoint of upstream's torch_dist: settings and progress, which its newest releases keep with the tensors."""
 _EARLIER_NAME = "earlier_iterations.txt"
 
-_ITERATION = re.compile(r"iter_([0-9]{7,12})")
+ITERATION = re.compile(r"iter_([0-9]{7,12})")
+"""Name of a checkpoint's directory."""
 # Names that only an interrupted save leaves behind; anything else in the directory is not ours to remove.
 _LEFTOVER = re.compile(r"(iter_[0-9]{7,12})\.(tmp|old)-[0-9a-f]{8}")
 _TRACKER_LEFTOVER = re.compile(re.escape(TRACKER_NAME) + r"\.tmp-[0-9a-f]{8}")
-
-
-@dataclass(frozen=True)
-class FoundCheckpoint:
-    """A complete checkpoint whose files are all as its manifest says, or as long, those that are `unverified`."""
-
-    path: Path
-    manifest: Manifest
-    skipped: list[str] = field(default_factory=list)
-    """Reasons to pass over newer ones, for one warning to the user."""
-    unverified: Mapping[str, FileRecord] = field(default_factory=dict)
-    """Files of tensors that have not been read yet; serialization.load() compares them with these records."""
 
 
 def iteration_directory(root: Path, iteration: int) -> Path:
@@ -73,14 +59,14 @@ def saved_iterations(root: Path) -> list[int]:
     """Iterations that have a directory, newest first; whether they are complete is not looked at."""
     if not root.is_dir():
         return []
-    matches = (_ITERATION.fullmatch(entry.name) for entry in root.iterdir() if entry.is_dir())
+    matches = (ITERATION.fullmatch(entry.name) for entry in root.iterdir() if entry.is_dir())
     return sorted((int(match[1]) for match in matches if match), reverse=True)
 
 
 def latest_iteration(root: Path) -> int | None:
     """The iteration that the tracker names where it has a directory, else the newest that has; None without any."""
     saved = saved_iterations(root)
-    tracked = _read_iteration(root / TRACKER_NAME)
+    tracked = read_tracker(root / TRACKER_NAME)
     return tracked if tracked in saved else next(iter(saved), None)
 
 
@@ -315,7 +301,7 @@ def _settle(leftover: Path) -> str:
     root = leftover.parent
     match = _LEFTOVER.fullmatch(leftover.name)
     if match is None:
-        iteration = _read_iteration(leftover) if leftover.exists() else None
+        iteration = read_tracker(leftover) if leftover.exists() else None
         if iteration is not None and _completes(root, iteration):
             # It is whole and flushed: to write it once more may be more than a full disk takes.
             os.replace(leftover, root / TRACKER_NAME)
@@ -332,106 +318,13 @@ def _settle(leftover: Path) -> str:
 
 def _completes(root: Path, iteration: int) -> bool:
     """Return whether the save of this iteration got as far as its final name, and the tracker did not follow."""
-    tracked = _read_iteration(root / TRACKER_NAME)
+    tracked = read_tracker(root / TRACKER_NAME)
     # A tracker that is ahead already was written by a later save, and must not go back.
     is_visible = (iteration_directory(root, iteration) / MANIFEST_NAME).exists()
     return is_visible and (tracked is None or tracked < iteration)
 
 
-# ---- loading
-
-
-Verify = Callable[[Path, Manifest], None]
-"""Raises CheckpointError unless every file of a directory is as its manifest says."""
-
-
-def find_checkpoint(root: Path, iteration: int | None = None, verify: Verify = verify_files) -> FoundCheckpoint | None:
-    """The checkpoint to load: the given iteration, else the tracker's, else the newest that is complete and undamaged.
-
-    root: a directory of checkpoints, or the directory of one checkpoint. None when there is nothing in it yet. Raises
-    CheckpointError when the given iteration cannot be loaded, or when there are checkpoints but none can be.
-    """
-    # --load may also name the directory of one checkpoint.
-    if (root / MANIFEST_NAME).exists():
-        return _verified(root, verify)
-    if iteration is not None:
-        path = iteration_directory(root, iteration)
-        if not path.is_dir():
-            saved = ", ".join(map(str, saved_iterations(root))) or "none"
-            raise CheckpointError(f"--ckpt-step {iteration}: {path} does not exist; saved iterations: {saved}")
-        return _verified(path, verify)
-    skipped: list[str] = []
-    return take_first_good(root, list_candidates(root, skipped), skipped, verify)
-
-
-def take_first_good(
-    root: Path, candidates: list[Path], skipped: list[str], verify: Verify = verify_files
-) -> FoundCheckpoint | None:
-    """The first of the candidates that is complete and undamaged; None where there are none.
-
-    skipped: what is odd about the directory; why a candidate was not taken is added. Raises CheckpointError when there
-    are checkpoints but none can be loaded.
-    """
-    for path in candidates:
-        try:
-            found = _verified(path, verify)
-        except CheckpointError as error:
-            skipped.append(str(error))
-            continue
-        directory = path.parent
-        newest = saved_iterations(directory)[0]
-        if not skipped and found.manifest.iteration < newest:
-            # A user who wrote the tracker to go back wants that; where it was damaged, this is the only sign of it.
-            skipped.append(
-                f"{directory / TRACKER_NAME} names iteration {found.manifest.iteration} although "
-                f"{iteration_directory(directory, newest)} is newer"
-            )
-        return FoundCheckpoint(found.path, found.manifest, skipped)
-    if skipped:
-        raise CheckpointError(f"no checkpoint in {root} can be loaded: {'; '.join(skipped)}")
-    return None
-
-
-def list_candidates(root: Path, problems: list[str]) -> list[Path]:
-    """Directories that a run tries to load, in order; what is odd about the tracker is added to `problems`."""
-    iterations = saved_iterations(root)
-    if not os.path.lexists(root / TRACKER_NAME):
-        if iterations:
-            problems.append(f"{root / TRACKER_NAME} is missing")
-        return [iteration_directory(root, iteration) for iteration in iterations]
-    hint = _read_iteration(root / TRACKER_NAME)
-    pending = [_read_iteration(path) for path in root.glob(f"{TRACKER_NAME}.tmp-*")]
-    # The power may have failed between the rename and the tracker: the file that was to become the tracker then knows
-    # of a newer checkpoint than the tracker does.
-    interrupted = max((p for p in pending if p is not None and p in iterations and p > (hint or 0)), default=None)
-    if interrupted is not None:
-        hint = interrupted
-    if hint is None:
-        problems.append(f"{root / TRACKER_NAME} does not hold the number of an iteration")
-    elif hint not in iterations:
-        problems.append(f"{iteration_directory(root, hint)}, which {TRACKER_NAME} names, does not exist")
-    else:
-        # The tracker's first, then from the newest to the oldest.
-        iterations.sort(key=lambda iteration: (iteration != hint, -iteration))
-    return [iteration_directory(root, iteration) for iteration in iterations]
-
-
-def check_number(path: Path, manifest: Manifest) -> None:
-    """Raise CheckpointError where a checkpoint's directory has another iteration's name."""
-    match = _ITERATION.fullmatch(path.name)
-    # Loading it would continue with the wrong samples and learning rate, without any other sign.
-    if match and int(match[1]) != manifest.iteration:
-        raise CheckpointError(f"{path} holds iteration {manifest.iteration}: it was renamed or mixed up")
-
-
-def _verified(path: Path, verify: Verify) -> FoundCheckpoint:
-    manifest = read_manifest(path)
-    check_number(path, manifest)
-    verify(path, manifest)
-    return FoundCheckpoint(path, manifest)
-
-
-def _read_iteration(tracker: Path) -> int | None:
+def read_tracker(tracker: Path) -> int | None:
     """The number in a tracker file; None when it holds anything else or cannot be read."""
     try:
         # 64 bytes are plenty for a number, and a file that was mixed up may have gigabytes.

@@ -31,8 +31,6 @@ from megatron.core.collectives import all_gather_object
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_rank, with_everyone
 from megatron.core.dist_checkpointing.directory import (
-    FoundCheckpoint,
-    check_number,
     iteration_directory,
     remove_checkpoint,
     saved_iterations,
@@ -40,6 +38,7 @@ from megatron.core.dist_checkpointing.directory import (
 )
 from megatron.core.dist_checkpointing.directory_lock import DirectoryLock
 from megatron.core.dist_checkpointing.durable import storage_errors
+from megatron.core.dist_checkpointing.finding import FoundCheckpoint, check_number
 from megatron.core.dist_checkpointing.load_exchange import Read, SharedReads, choose_readers, exchange
 from megatron.core.dist_checkpointing.manifest import read_manifest, verify_files
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor

@@ -14,11 +14,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.core.dist_checkpointing import serialization
-from megatron.core.dist_checkpointing.directory import (
+from megatron.core.dist_checkpointing.directory import iteration_directory
+from megatron.core.dist_checkpointing.finding import (
     FoundCheckpoint,
     Verify,
     find_checkpoint,
-    iteration_directory,
     list_candidates,
     take_first_good,
 )

@@ -26,18 +26,16 @@ from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
 from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_rank
 from megatron.core.dist_checkpointing.crash_points import reach
 from megatron.core.dist_checkpointing.directory import (
-    FoundCheckpoint,
-    Verify,
     abandon_save,
     begin_save,
     begin_save_alone,
     commit_save,
     commit_save_alone,
-    find_checkpoint,
     settle_leftovers,
 )
 from megatron.core.dist_checkpointing.directory_lock import DirectoryLock
 from megatron.core.dist_checkpointing.durable import storage_errors, write_file
+from megatron.core.dist_checkpointing.finding import FoundCheckpoint, Verify, find_checkpoint
 from megatron.core.dist_checkpointing.manifest import FileRecord, Manifest, check_lengths, read_manifest, record_file
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.tensor_reading import read_tensors

@@ -314,12 +314,7 @@ def read_box(file: io.FileIO, box: SavedBox, offsets: Sequence[int], target: Ten
     if values is None:
         _read_other(file, box, offsets, target)
         return
-
-    def read(position: int, memory: Tensor) -> None:
-        """Fill memory [bytes], uint8."""
-        _read_exactly(file, values + position, memory)
-
-    _BoxReader(read, box.dtype).fill(0, box.shape, offsets, target)
+    _BoxReader(file, box.dtype).fill(values, box.shape, offsets, target)
 
 
 def _check_part(file: io.FileIO, box: SavedBox, offsets: Sequence[int], target: Tensor) -> None:
@@ -359,10 +354,10 @@ def _read_other(file: io.FileIO, box: SavedBox, offsets: Sequence[int], target: 
 
 
 class _BoxReader:
-    """Reads parts of a box whose values lie row by row. Positions count bytes from its first value."""
+    """Reads parts of a box whose values lie row by row. Positions are the file's."""
 
-    def __init__(self, read: Callable[[int, Tensor], None], dtype: torch.dtype) -> None:
-        self._read, self._dtype = read, dtype
+    def __init__(self, file: io.FileIO, dtype: torch.dtype) -> None:
+        self._file, self._dtype = file, dtype
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def fill(self, position: int, shape: Sequence[int], offsets: Sequence[int], target: Tensor) -> None:
@@ -386,7 +381,7 @@ class _BoxReader:
     def _fill_stretch(self, position: int, target: Tensor) -> None:
         """Fill `target` with values that follow each other in the file."""
         if _is_memory(target) and target.dtype == self._dtype:
-            self._read(position, _flatten(target))
+            _read_exactly(self._file, position, _flatten(target))
             return
         for part in split_rows(target, _PIECE_BYTES, self._dtype.itemsize):
             part.copy_(self._take(position, part.shape))
@@ -398,5 +393,5 @@ class _BoxReader:
         if len(self._memory) < num_bytes:
             self._memory = torch.empty(num_bytes, dtype=torch.uint8)
         place = self._memory[:num_bytes]
-        self._read(position, place)
+        _read_exactly(self._file, position, place)
         return place.view(self._dtype).view(torch.Size(shape))

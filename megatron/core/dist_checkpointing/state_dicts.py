@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megatron.core.collectives import all_gather_object
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.async_requests import AsyncRequest
-from megatron.core.dist_checkpointing.directory import FoundCheckpoint
+from megatron.core.dist_checkpointing.finding import FoundCheckpoint
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.dist_checkpointing.sharded_object import ShardedObject

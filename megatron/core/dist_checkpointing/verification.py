@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron.core.collectives import all_gather_object, broadcast_object
 from megatron.core.dist_checkpointing.agreement import on_first_rank
 from megatron.core.dist_checkpointing.checksums import FileSegment, compute_checksums, list_segments, take_share
-from megatron.core.dist_checkpointing.directory import FoundCheckpoint, Verify
+from megatron.core.dist_checkpointing.finding import FoundCheckpoint, Verify
 from megatron.core.dist_checkpointing.manifest import Manifest, read_manifest, verify_files
 from megatron.core.errors import CheckpointError
 from megatron.core.process_groups_config import Group

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing import serialization, state_dicts
-from megatron.core.dist_checkpointing.directory import COMMON_NAME, find_checkpoint
+from megatron.core.dist_checkpointing.directory import COMMON_NAME
 from megatron.core.dist_checkpointing.durable import replace_file
+from megatron.core.dist_checkpointing.finding import find_checkpoint
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.process_groups_config import Group

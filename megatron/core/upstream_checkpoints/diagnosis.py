@@ -17,13 +17,9 @@ from pathlib import Path
 from typing import Literal
 
 from megatron.core.dist_checkpointing import non_persistent
-from megatron.core.dist_checkpointing.directory import (
-    check_number,
-    iteration_directory,
-    list_leftovers,
-    saved_iterations,
-)
+from megatron.core.dist_checkpointing.directory import iteration_directory, list_leftovers, saved_iterations
 from megatron.core.dist_checkpointing.directory_lock import PATIENCE_SECONDS, list_holders
+from megatron.core.dist_checkpointing.finding import check_number
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, Manifest, checksum, read_manifest, verify_file
 from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.dist_checkpointing.torch_dist import METADATA_NAME

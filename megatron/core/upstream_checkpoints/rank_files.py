@@ -28,8 +28,9 @@ from megatron.core.dist_checkpointing.saved_boxes import LazyTensor
 from megatron.core.errors import CheckpointError
 from megatron.core.process_groups_config import Group
 from megatron.core.upstream_checkpoints.common_state import CommonState
+from megatron.core.upstream_checkpoints.flat_files import Buffers, parse_joined_buffers
 from megatron.core.upstream_checkpoints.flat_layout import Cut, SavedLayout, find_cut
-from megatron.core.upstream_checkpoints.flat_state import Buffers, FlatOptimizerState, parse_joined_buffers
+from megatron.core.upstream_checkpoints.flat_state import FlatOptimizerState
 from megatron.core.upstream_checkpoints.names import our_names
 from megatron.core.upstream_checkpoints.rank_file import FILE_NAME, RankFile, parse_expert_name, read_rank_file
 

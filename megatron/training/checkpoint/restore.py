@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from megatron.core.dist_checkpointing import non_persistent, serialization
 from megatron.core.dist_checkpointing.agreement import on_first_rank
-from megatron.core.dist_checkpointing.directory import FoundCheckpoint, find_checkpoint
+from megatron.core.dist_checkpointing.finding import FoundCheckpoint, find_checkpoint
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, DamagedCheckpointError
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.validation import ModelMismatchError, shorten_list

@@ -13,31 +13,28 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from megatron.core.collectives import all_gather_object, all_reduce
+from megatron.core.collectives import all_gather_object
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.crash_points import reach
 from megatron.core.dist_checkpointing.manifest import FileRecord
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX
 from megatron.core.errors import CheckpointError
-from megatron.core.placement import Placement, get_placement
 from megatron.core.plan.read import read_plan
-from megatron.core.process_groups_config import Group
-from megatron.core.stacked_parameters import list_parameters
+from megatron.core.upstream_checkpoints.flat_files import SavedFlatBuffer
 from megatron.core.upstream_checkpoints.flat_layout import (
     BucketPadding,
-    ModelOutline,
     Parameter,
     find_bucket_size,
     sort_as_registered,
 )
-from megatron.core.upstream_checkpoints.flat_state import FlatOptimizerState, SavedFlatBuffer
+from megatron.core.upstream_checkpoints.flat_state import FlatOptimizerState
+from megatron.core.upstream_checkpoints.model_outline import ModelOutline
 from megatron.core.upstream_checkpoints.write_flat_state import FlatBufferShare, FlatRank
 from megatron.core.upstream_checkpoints.write_rank_files import (
     RankTensor,
@@ -56,6 +53,7 @@ from megatron.core.upstream_checkpoints.write_torch_dist import (
     write_upstream_documents,
 )
 from megatron.training.checkpoint import to_upstream
+from megatron.training.checkpoint.held_parameters import HeldParameter, complete, list_held
 from megatron.training.checkpoint.layer_names import ask_for_sections
 from megatron.training.checkpoint.run_tensors import build_sharded_model_state, build_sharded_optimizer_state
 from megatron.training.checkpoint.save_directories import find_lock, say_once
@@ -185,7 +183,7 @@ class _FlatPlan(NamedTuple):
 
     ranks: list[FlatRank]
     """One for each optimizer."""
-    places: list[tuple[_HeldParameter, FlatBufferShare, list[Parameter]]]
+    places: list[tuple[HeldParameter, FlatBufferShare, list[Parameter]]]
     """Tensors that this process has, each with its buffer, and the parameters that it holds there: of a stack of
     experts each by itself."""
 
@@ -193,7 +191,7 @@ class _FlatPlan(NamedTuple):
 def _build_flat_ranks(run: Run) -> list[FlatRank]:
     """This process's share of the optimizer's state in upstream's flat buckets, for each optimizer; nothing, and a
     note, where the buckets of upstream's would not hold this run's state. Every rank calls this."""
-    held = list(_list_held(run, with_state=True))
+    held = list(list_held(run, with_state=True))
     plan: _FlatPlan | None = None
     try:
         plan, problem = _plan_flat(run, held), None
@@ -212,9 +210,9 @@ def _build_flat_ranks(run: Run) -> list[FlatRank]:
         what = "the optimizer's state is saved as with --dist-ckpt-optim-fully-reshardable"
         say_once(run.groups.world, f"{what}: {problem}")
         return []
-    complete = _complete(run, held)
+    whole = complete(run, held)
     for entry, buffer, parameters in plan.places:
-        shard, state = complete[entry.placement.is_expert].finish(entry)
+        shard, state = whole[entry.placement.is_expert].finish(entry)
         for kind, tensor in ({"main_param": shard} | state).items():
             for parameter in parameters:
                 values = tensor if parameter.expert is None else tensor[parameter.expert]
@@ -222,7 +220,7 @@ def _build_flat_ranks(run: Run) -> list[FlatRank]:
     return plan.ranks
 
 
-def _plan_flat(run: Run, held: list[_HeldParameter]) -> _FlatPlan:
+def _plan_flat(run: Run, held: list[HeldParameter]) -> _FlatPlan:
     """Raises CheckpointError where upstream's distributed optimizer has no such buffers."""
     model, groups, args = run.config.model, run.groups, _list_args(run)
     grid = groups.grid
@@ -261,7 +259,7 @@ def _list_args(run: Run) -> dict[str, Any]:
     return vars(to_upstream.build_args(run.config, run.progress, run.recipe.padded_vocab_size))
 
 
-def _list_parameters(run: Run, entry: _HeldParameter) -> list[Parameter]:
+def _list_parameters(run: Run, entry: HeldParameter) -> list[Parameter]:
     """A parameter as upstream's modules have it; of a stack of experts each."""
     placement, model = entry.placement, run.config.model
     if ModelOutline.is_expert(placement.name):
@@ -322,14 +320,14 @@ def _build_content(run: Run, chunks: Sequence[Sequence[RankTensor]]) -> dict[str
 def _list_chunks(run: Run, *, keep: bool) -> list[list[RankTensor]]:
     """The parameters of this rank's model chunks with their optimizer state, whole shards, in upstream's order; empty
     without `keep`, for a process that others only need to put theirs together."""
-    held = list(_list_held(run, with_state=not run.config.checkpoint.no_save_optim))
-    complete = _complete(run, held)
+    held = list(list_held(run, with_state=not run.config.checkpoint.no_save_optim))
+    whole = complete(run, held)
     undecayed = {name: key.is_undecayed for name, key in run.optimizer.param_keys().items()}
     chunks: list[list[RankTensor]] = [[] for _ in run.model]
     plan = read_plan(run.config.model)
     for entry in held:
         placement = entry.placement
-        shard, state = complete[placement.is_expert].finish(entry)
+        shard, state = whole[placement.is_expert].finish(entry)
         group = to_upstream.choose_group(run, placement, is_undecayed=undecayed.get(placement.name, False))
         if keep:
             # What no optimizer updates (the bias of a router) is in no group.
@@ -339,98 +337,3 @@ def _list_chunks(run: Run, *, keep: bool) -> list[list[RankTensor]]:
             )
     fused, grouped = run.config.joins_norms, run.config.model.moe_grouped_gemm
     return [arrange(chunk, fused=fused, grouped=grouped) for chunk in chunks]
-
-
-class _HeldParameter(NamedTuple):
-    """Part of a parameter and its state that this process has: all of a shard, or flat slices of it."""
-
-    chunk: int
-    local_name: str
-    placement: Placement
-    is_trained: bool
-    shard: tuple[Tensor, int | None]
-    state: Mapping[str, tuple[Tensor, int | None]]
-    """Kind -> values, and where they start in the shard's flat memory; None where they are all of it."""
-
-
-def _list_held(run: Run, *, with_state: bool) -> Iterator[_HeldParameter]:
-    slices = run.optimizer.named_slices() if with_state else {}
-    for number, chunk in enumerate(run.model):
-        chunk.finish_param_sync()
-        for name, parameter in list_parameters(chunk.module):
-            placement = get_placement(parameter, name)
-            state: dict[str, tuple[Tensor, int | None]] = {}
-            if (found := slices.get(placement.name)) is not None:
-                start = None if found.is_whole else found.start
-                state = {kind: (values, start) for kind, values in found.tensors.items()}
-            # A tied embedding on the last stage is a separate parameter, also for upstream.
-            yield _HeldParameter(
-                number, name, placement, parameter.requires_grad, chunk.get_held_part(parameter), state
-            )
-
-
-def _complete(run: Run, held: list[_HeldParameter]) -> dict[bool, _TensorGather]:
-    """Return what gathers divided parameters: of experts (True), and the others."""
-    return {
-        of_experts: _TensorGather(
-            run.groups.get_replicas(of_experts), [entry for entry in held if entry.placement.is_expert == of_experts]
-        )
-        for of_experts in (False, True)
-    }
-
-
-class _TensorGather:
-    """Puts slices of parameters together that the members of a group divide among them. All members make one, and
-    finish the same parameters in the same order."""
-
-    def __init__(self, group: Group, held: list[_HeldParameter]) -> None:
-        self.group = group
-        ours = {
-            (entry.chunk, entry.local_name): {
-                kind: (values.dtype, start is None) for kind, (values, start) in _parts(entry)
-            }
-            for entry in held
-        }
-        everyone = all_gather_object(ours, group)
-        self._formats = {
-            key: {kind: dtype for theirs in everyone for kind, (dtype, _) in theirs[key].items()} for key in ours
-        }
-        self._divided = {
-            (key, kind)
-            for key, formats in self._formats.items()
-            for kind in formats
-            if not all(theirs[key].get(kind, (None, False))[1] for theirs in everyone)
-        }
-
-    def finish(self, entry: _HeldParameter) -> tuple[Tensor, dict[str, Tensor]]:
-        """The whole shard, and its state."""
-        key = (entry.chunk, entry.local_name)
-        parts = dict(_parts(entry))
-        shape = entry.placement.local_shape
-        found = {}
-        for kind, dtype in self._formats[key].items():
-            values, start = parts.get(kind, (None, 0))
-            if (key, kind) in self._divided:
-                found[kind] = self._put_together(values, start or 0, shape, dtype, entry.shard[0].device)
-            else:
-                assert values is not None, f"{entry.placement.name}: {kind} is nowhere"
-                found[kind] = values.view(shape)
-        return found.pop(_SHARD), found
-
-    def _put_together(
-        self, values: Tensor | None, start: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        whole = torch.zeros(shape, dtype=dtype, device=device)
-        if values is not None:
-            whole.view(-1)[start : start + values.numel()] = values.reshape(-1)
-        # The largest of each byte: bit for bit its holder's, also where several hold it.
-        all_reduce(whole.view(-1).view(torch.uint8), self.group, "max")
-        # The memory of a GPU has no room for all of them.
-        return whole.cpu()
-
-
-_SHARD = "shard"
-
-
-def _parts(entry: _HeldParameter) -> list[tuple[str, tuple[Tensor, int | None]]]:
-    return [(_SHARD, entry.shard), *entry.state.items()]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from megatron.core.config_base import get_settings
 from megatron.core.dist_checkpointing import local_checkpoints, serialization
 from megatron.core.dist_checkpointing.agreement import on_first_rank, with_everyone
-from megatron.core.dist_checkpointing.directory import FoundCheckpoint
+from megatron.core.dist_checkpointing.finding import FoundCheckpoint
 from megatron.core.dist_checkpointing.local_checkpoints import FoundPart
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
