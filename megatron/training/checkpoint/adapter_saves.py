@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing import serialization
-from megatron.core.dist_checkpointing.directory import FoundCheckpoint
+from megatron.core.dist_checkpointing.finding import FoundCheckpoint
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX, RNG_PREFIX, ShardedStateDict
 from megatron.core.dist_checkpointing.validation import KeyReport
 from megatron.core.errors import CheckpointError
