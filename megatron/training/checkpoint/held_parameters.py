@@ -16,7 +16,7 @@ from megatron.core.stacked_parameters import list_parameters
 from megatron.training.run import Run
 
 
-class HeldParameter(NamedTuple):
+class ParameterShare(NamedTuple):
     """Part of a parameter and its state that this process has: all of a shard, or flat slices of it."""
 
     chunk: int
@@ -28,7 +28,7 @@ class HeldParameter(NamedTuple):
     """Kind -> values, and where they start in the shard's flat memory; None where they are all of it."""
 
 
-def list_held(run: Run, *, with_state: bool) -> Iterator[HeldParameter]:
+def list_held(run: Run, *, with_state: bool) -> Iterator[ParameterShare]:
     """Yield what this process has of the parameters, with_state: and of the optimizer's state, in the model's order."""
     slices = run.optimizer.named_slices() if with_state else {}
     for number, chunk in enumerate(run.model):
@@ -40,10 +40,12 @@ def list_held(run: Run, *, with_state: bool) -> Iterator[HeldParameter]:
                 start = None if found.is_whole else found.start
                 state = {kind: (values, start) for kind, values in found.tensors.items()}
             # A tied embedding on the last stage is a separate parameter, also for upstream.
-            yield HeldParameter(number, name, placement, parameter.requires_grad, chunk.get_held_part(parameter), state)
+            yield ParameterShare(
+                number, name, placement, parameter.requires_grad, chunk.get_held_part(parameter), state
+            )
 
 
-def complete(run: Run, held: list[HeldParameter]) -> dict[bool, TensorGather]:
+def complete(run: Run, held: list[ParameterShare]) -> dict[bool, TensorGather]:
     """Return what gathers divided parameters: of experts (True), and the others."""
     return {
         of_experts: TensorGather(
@@ -57,7 +59,7 @@ class TensorGather:
     """Puts slices of parameters together that the members of a group divide among them. All members make one, and
     finish the same parameters in the same order."""
 
-    def __init__(self, group: Group, held: list[HeldParameter]) -> None:
+    def __init__(self, group: Group, held: list[ParameterShare]) -> None:
         self.group = group
         ours = {
             (entry.chunk, entry.local_name): {
@@ -76,7 +78,7 @@ class TensorGather:
             if not all(theirs[key].get(kind, (None, False))[1] for theirs in everyone)
         }
 
-    def finish(self, entry: HeldParameter) -> tuple[Tensor, dict[str, Tensor]]:
+    def finish(self, entry: ParameterShare) -> tuple[Tensor, dict[str, Tensor]]:
         """The whole shard, and its state."""
         key = (entry.chunk, entry.local_name)
         parts = dict(_parts(entry))
@@ -106,5 +108,5 @@ class TensorGather:
 _SHARD = "shard"
 
 
-def _parts(entry: HeldParameter) -> list[tuple[str, tuple[Tensor, int | None]]]:
+def _parts(entry: ParameterShare) -> list[tuple[str, tuple[Tensor, int | None]]]:
     return [(_SHARD, entry.shard), *entry.state.items()]

@@ -53,7 +53,7 @@ from megatron.core.upstream_checkpoints.write_torch_dist import (
     write_upstream_documents,
 )
 from megatron.training.checkpoint import to_upstream
-from megatron.training.checkpoint.held_parameters import HeldParameter, complete, list_held
+from megatron.training.checkpoint.held_parameters import ParameterShare, complete, list_held
 from megatron.training.checkpoint.layer_names import ask_for_sections
 from megatron.training.checkpoint.run_tensors import build_sharded_model_state, build_sharded_optimizer_state
 from megatron.training.checkpoint.save_directories import find_lock, say_once
@@ -183,7 +183,7 @@ class _FlatPlan(NamedTuple):
 
     ranks: list[FlatRank]
     """One for each optimizer."""
-    places: list[tuple[HeldParameter, FlatBufferShare, list[Parameter]]]
+    places: list[tuple[ParameterShare, FlatBufferShare, list[Parameter]]]
     """Tensors that this process has, each with its buffer, and the parameters that it holds there: of a stack of
     experts each by itself."""
 
@@ -220,7 +220,7 @@ def _build_flat_ranks(run: Run) -> list[FlatRank]:
     return plan.ranks
 
 
-def _plan_flat(run: Run, held: list[HeldParameter]) -> _FlatPlan:
+def _plan_flat(run: Run, held: list[ParameterShare]) -> _FlatPlan:
     """Raises CheckpointError where upstream's distributed optimizer has no such buffers."""
     model, groups, args = run.config.model, run.groups, _list_args(run)
     grid = groups.grid
@@ -259,7 +259,7 @@ def _list_args(run: Run) -> dict[str, Any]:
     return vars(to_upstream.build_args(run.config, run.progress, run.recipe.padded_vocab_size))
 
 
-def _list_parameters(run: Run, entry: HeldParameter) -> list[Parameter]:
+def _list_parameters(run: Run, entry: ParameterShare) -> list[Parameter]:
     """A parameter as upstream's modules have it; of a stack of experts each."""
     placement, model = entry.placement, run.config.model
     if ModelOutline.is_expert(placement.name):
