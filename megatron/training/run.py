@@ -21,8 +21,8 @@ from megatron.training.metrics import Metrics, MetricsRow
 if TYPE_CHECKING:
     import torch
 
-    from megatron.core.dist_checkpointing.finding import FoundCheckpoint
     from megatron.core.dist_checkpointing.directory_lock import DirectoryLock
+    from megatron.core.dist_checkpointing.finding import FoundCheckpoint
     from megatron.core.distributed.model_chunk import ModelChunk
     from megatron.core.many_sites.outer_optimizer import OuterOptimizer
     from megatron.core.num_microbatches_calculator import NumMicrobatchesCalculator
