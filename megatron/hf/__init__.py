@@ -7,6 +7,8 @@ settings         their config.json and our settings
 checkpoints      our checkpoints as a converter reads and writes them
 conversion       whole models in both directions, and the proof that the result is the source
 auto_bridge      AutoBridge: the same from Python
+image_text_bridge    models that read images and text, both ways
+vision_towers    the table of their parts that see images
 entries          the parameters of a model, each with its tensors in the files
 quantised        weights in FP8 and MXFP4, read as bfloat16
 own_family       a user's family
@@ -23,6 +25,7 @@ from megatron.core.lazy_names import load_when_used
 # Only when used: the command line answers mistakes before torch is imported.
 _NAMES = {
     "AutoBridge": "auto_bridge",
+    "ImageTextBridge": "image_text_bridge",
     "broadcast_buckets": "weight_buckets",
     "receive_buckets": "weight_buckets",
     "send_buckets": "weight_buckets",

@@ -101,16 +101,16 @@ class MLP(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
         interleave_size: int | None = None,
     ) -> None:
-        """is_expert: a single expert, built by a user's program. input_size, ffn_hidden_size: outer and inner width;
-        the config's when None. tp_group: the ranks that share it; pg_collection's when None. interleave_size: channels
-        of a gate's block, see Activation."""
+        """is_expert: a single expert, built by a user's program. input_size, ffn_hidden_size: width of the input, and
+        inner width; the config's when None. tp_group: the ranks that share it; pg_collection's when None.
+        interleave_size: channels of a gate's block, see Activation."""
         super().__init__(config)
         if tp_group is None:
             groups = pg_collection if pg_collection is not None else ProcessGroupCollection.current()
             tp_group = groups.expt_tp if is_expert else groups.tp
-        outer = config.hidden_size if input_size is None else input_size
+        inputs = config.hidden_size if input_size is None else input_size
         width = config.ffn_hidden_size if ffn_hidden_size is None else ffn_hidden_size
-        assert width is not None and outer is not None
+        assert width is not None and inputs is not None
         # Only where it says something: a user's own layers need not know it.
         divided: dict[str, Any] = {"tp_group": tp_group} | ({"is_expert": True} if is_expert else {})
         self.activation = build_activation(config, interleave_size)
@@ -121,7 +121,7 @@ class MLP(MegatronModule):
         gated = config.gated_linear_unit
         self.linear_fc1 = build_module(
             submodules.linear_fc1,
-            outer,
+            inputs,
             2 * width if gated else width,
             config=config,
             init_method=input_initialiser(config),
@@ -133,7 +133,7 @@ class MLP(MegatronModule):
         self.linear_fc2 = build_module(
             submodules.linear_fc2,
             width,
-            outer,
+            config.hidden_size,
             config=config,
             init_method=output_initialiser(config),
             bias=config.add_bias_linear or config.add_mlp_bias,

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-_IMAGES = "models are of text only; build your own from the layers, as examples/custom_model.py does"
+_IMAGES = "images are read by LLaVAModel, of CLIPViTModel, MultimodalProjector and a GPT; see docs/images.md"
 _FSDP = "FSDP is PyTorch's: TorchFullyShardedDataParallel, --use-torch-fsdp2"
 _REPLAY = "routes are recorded by --moe-routing-trace-path, and replayed with --moe-enable-routing-replay"
 
@@ -25,13 +25,8 @@ inference.inference_client InferenceClient
 inference.shards build_inference_pg_collection
 inference.text_generation_server.dynamic_text_gen_server.text_generation_server start_text_gen_server""",
     "--log-memory-interval tells a device's memory": "inference.utils device_memory_summary",
-    _IMAGES: """
-models.common.embeddings.rotary_pos_embedding MultimodalRotaryEmbedding
-models.common.vision_module.vision_module VisionModule
-models.multimodal.llava_model LLaVAModel
-models.vision.clip_vit_model CLIPViTModel
-models.vision.multimodal_projector MultimodalProjector
-models.vision.vit_layer_specs get_vit_layer_with_transformer_engine_spec""",
+    "positions count one sequence; models with positions of three kinds are not part of this system":
+        "models.common.embeddings.rotary_pos_embedding MultimodalRotaryEmbedding",
     "experts' exchange runs beside computation by --overlap-moe-expert-parallel-comm":
         "models.common.model_chunk_schedule_plan TransformerModelChunkSchedulePlan",
     "attention is SelfAttention or MLASelfAttention; give one of your own by --spec or in a ModuleSpec": """
@@ -88,8 +83,9 @@ ABSENT: dict[str, str] = {
     "megatron.core.datasets.multimodal_dataset": _IMAGES,
     "megatron.core.distributed.fsdp.src": _FSDP,
     "megatron.core.models.multimodal.context_parallel": _IMAGES,
-    "megatron.core.models.multimodal.llava_model.DEFAULT_IMAGE_TOKEN_INDEX": _IMAGES,
-    "megatron.core.models.multimodal.llava_spec": _IMAGES,
+    "megatron.core.models.multimodal.llava_model.VIDEO_TOKEN": "a film is its images, one token for each",
+    "megatron.core.models.multimodal.llava_model.pixel_shuffle": "features go to the text model as they are",
+    "megatron.core.models.multimodal.llava_spec": "layers are made by get_gpt_layer_local_spec",
     "megatron.core.msc_utils": "object storage is read through fsspec: --object-storage-cache-path",
     "megatron.core.telemetry": "there is no telemetry; --metrics-dir and --timing-log-level show what a run does",
     "megatron.core.transformer.moe.router_trace": _REPLAY,

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 # ---- what a row and a setting may say
 
@@ -234,7 +234,15 @@ ROPE_TYPES: Mapping[str, tuple[str, tuple[ConfigKey, ...], Mapping[str, Any]]] =
 files of earlier releases, `rope_scaling`)."""
 
 
-def find_row(family: Family, parameter: str) -> Row | None:
+class HasRows(Protocol):
+    """A family, or a part of a model that has a table of its own."""
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """A row for every parameter of ours."""
+
+
+def find_row(family: HasRows, parameter: str) -> Row | None:
     """The row of a parameter of ours, by its name in the whole model; None where the family has none."""
     # Rows are written once for all layers.
     pattern = re.sub(r"^(decoder|mtp)\.layers\.\d+\.", r"\1.layers.{layer}.", parameter)

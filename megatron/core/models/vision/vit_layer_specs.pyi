@@ -1,3 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0 (written by tools/write_stubs.py)
-from typing import Any, NoReturn
-def get_vit_layer_with_transformer_engine_spec(*args: Any, **kwargs: Any) -> NoReturn: ...

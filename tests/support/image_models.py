@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny model of images and text, on any groups, and a batch for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_mlp_module_spec
+from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDEX, LLaVAModel
+from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+IMAGE = DEFAULT_IMAGE_TOKEN_INDEX
+TILES = torch.tensor([1, 2, 1])
+VOCABULARY, LONGEST = 64, 24
+
+
+def build_image_model(
+    groups: ProcessGroupCollection | None = None,
+    *,
+    sequence_parallel: bool = False,
+    projection_width: int = 32,
+    **options: Any,
+) -> LLaVAModel:
+    """Build the model, or this process's part. options: of LLaVAModel, in place of the usual ones."""
+    groups = ProcessGroupCollection.single() if groups is None else groups
+    both: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "tensor_model_parallel_size": groups.tp.size()}
+    text = TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, normalization="RMSNorm",
+        gated_linear_unit=True, activation_func="silu", add_bias_linear=False, sequence_parallel=sequence_parallel,
+        pipeline_model_parallel_size=groups.pp.size(), **both,
+    )  # fmt: skip
+    vision = TransformerConfig(
+        num_layers=2, hidden_size=24, num_attention_heads=2, activation_func="quick_gelu", init_method_std=0.3, **both
+    )
+    projection = TransformerConfig(
+        num_layers=1, hidden_size=projection_width, ffn_hidden_size=32, num_attention_heads=2, init_method_std=0.3,
+        **both,
+    )  # fmt: skip
+    usual: dict[str, Any] = {"img_h": 28, "img_w": 28, "language_position_embedding_type": "rope"}
+    return LLaVAModel(
+        text, get_gpt_layer_local_spec(), VOCABULARY, LONGEST, vision, get_vit_layer_with_local_spec(), True,
+        projection, get_mlp_module_spec().submodules, pre_process=groups.pp.rank() == 0,
+        post_process=groups.pp.rank() == groups.pp.size() - 1, pg_collection=groups, **usual | options,
+    )  # fmt: skip
+
+
+def make_batch() -> tuple[Tensor, Tensor, Tensor]:
+    """Four tiles of three images, two sequences with their tokens, and labels."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(VOCABULARY, (2, 9), generator=generator)
+    ids[0, 3] = ids[1, 0] = ids[1, 5] = IMAGE
+    return torch.randn(4, 3, 28, 28, generator=generator), ids[:, :-1], ids[:, 1:]
