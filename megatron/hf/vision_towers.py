@@ -2,7 +2,7 @@
 """The table of vision towers, and of the projectors behind them, in models that see images: the fields of their
 config.json, and the names of their weights.
 
-Rows are those of `family.py`. Their names are as transformers writes them; published files have further words in them
+Rows are as in `family.py`. Their names are as transformers writes them; published files have further words in them
 (`find_aliases`). Sources: the configuration classes of transformers, and the files of the published checkpoints.
 """
 

@@ -235,7 +235,7 @@ files of earlier releases, `rope_scaling`)."""
 
 
 class HasRows(Protocol):
-    """A family, or a part of a model that has a table of its own."""
+    """A family, or another part of a model with such a table."""
 
     @property
     def rows(self) -> tuple[Row, ...]:

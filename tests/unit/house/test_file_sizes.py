@@ -29,6 +29,7 @@ MANY_PARAMETERS: dict[str, str] = {
     "megatron/core/parallel_state.py:initialize_model_parallel": "upstream's signature",
     "megatron/core/models/hybrid/hybrid_block.py:HybridStack.__init__": "upstream's signature",
     "megatron/core/models/hybrid/hybrid_model.py:HybridModel.__init__": "upstream's signature",
+    "megatron/core/models/multimodal/llava_model.py:LLaVAModel.__init__": "upstream's signature",
     "megatron/core/optimizer_param_scheduler.py:OptimizerParamScheduler.__init__": "upstream's signature",
     "megatron/core/upstream/layers.py:topk_routing_with_score_function": "upstream's signature",
     "megatron/training/training.py:pretrain": "upstream's signature, and one keyword for each hook",

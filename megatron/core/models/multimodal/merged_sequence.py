@@ -29,7 +29,7 @@ class MergedSequence:
     token: Tensor
     """int64 [b, t]: the token that each place belongs to."""
     feature: Tensor
-    """int64 [b, t]: the feature that lies there, of those of all images; -1 where there is none."""
+    """int64 [b, t]: the number of the feature that lies there, counted in all images; -1 where there is none."""
     is_filled: Tensor
     """bool [b, t]: nothing lies there."""
     predicts: Tensor
