@@ -28,7 +28,9 @@ def build_image_model(
 ) -> LLaVAModel:
     """Build the model, or this process's part. options: of LLaVAModel, in place of the usual ones."""
     groups = ProcessGroupCollection.single() if groups is None else groups
-    both: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "tensor_model_parallel_size": groups.tp.size()}
+    both: dict[str, Any] = {
+        "hidden_dropout": 0.0, "attention_dropout": 0.0, "tensor_model_parallel_size": groups.tp.size(),
+    }  # fmt: skip
     text = TransformerConfig(
         num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, normalization="RMSNorm",
         gated_linear_unit=True, activation_func="silu", add_bias_linear=False, sequence_parallel=sequence_parallel,
