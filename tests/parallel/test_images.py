@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import torch
@@ -62,6 +63,5 @@ def test_two_processes_compute_what_one_does() -> None:
         found = compute(groups, sequence_parallel=sequence_parallel)
         assert {*itertools.chain(*all_gather_object(sorted(found), groups.world))} == expected.keys()
         for name, value in found.items():
-            torch.testing.assert_close(
-                value, expected[name], rtol=1e-6, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
-            )
+            told = functools.partial("{}: {}".format, name)
+            torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-6, msg=told)

@@ -35,8 +35,8 @@ def merge_by_definition(ids: Tensor, tiles: list[int], longest: int) -> list[lis
 @pytest.mark.parametrize(("longest", "multiple"), [(100, 1), (100, 4), (9, 1)])
 def test_merged_sequences_are_those_of_the_definition(longest: int, multiple: int) -> None:
     ids = torch.arange(21).view(3, 7)
-    for place in ((0, 2), (0, 3), (1, 0), (1, 6)):
-        ids[place] = IMAGE
+    for image in ((0, 2), (0, 3), (1, 0), (1, 6)):
+        ids[image] = IMAGE
     tiles = [1, 2, 3, 1]
     plan = MergedSequence.plan(
         ids == IMAGE, torch.tensor(tiles), FEATURES, num_tiles=7, longest=longest, multiple=multiple
