@@ -102,8 +102,10 @@ class CompressedWeights:
 
 
 def round_to_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round a matrix [m, n] to MXFP4. Returns the E2M1 numbers in float32 and, of each 32 values of a row, the exponent of
-    their factor, [m, n / 32]: the exponent of the greatest value, less 2, which is the one of E2M1's greatest number.
+    """Round a matrix [m, n] to MXFP4.
+
+    Returns the E2M1 numbers in float32 and, of each 32 values of a row, the exponent of their factor, [m, n / 32]: the
+    exponent of the greatest value, less 2, which is the one of E2M1's greatest number.
     """
     blocks = x.float().unflatten(-1, (-1, _GROUPS["mxfp4"]))
     # frexp's mantissas are below 1.
