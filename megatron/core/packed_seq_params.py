@@ -57,7 +57,7 @@ class PackedSeqParams:
     def __post_init__(self) -> None:
         if self.tokens_per_sample is not None:
             raise ConfigError("PackedSeqParams(tokens_per_sample=...) is not read; cu_seqlens_q says it: leave it out")
-        size = None if self.cp_group is None else self.cp_group.size()
+        size = 1 if self.cp_group is None else self.cp_group.size()
         if self.local_cp_size not in (None, size):
             raise ConfigError(
                 f"PackedSeqParams(local_cp_size={self.local_cp_size}) with a cp_group of {size} ranks; give the group "

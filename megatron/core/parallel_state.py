@@ -63,6 +63,8 @@ def initialize_model_parallel(
     """
     if ProcessGroupCollection.has_current():
         raise RuntimeError("the process groups exist already; call destroy_model_parallel() before making new ones")
+    distributed = dist.is_available() and dist.is_initialized()
+    world = dist.get_world_size() if distributed else 1
     refused = {
         "pipeline_model_parallel_comm_backend": (pipeline_model_parallel_comm_backend, (None, "nccl")),
         "use_sharp": (use_sharp, (False, None)),
@@ -73,7 +75,7 @@ def initialize_model_parallel(
         "get_position_embedding_ranks": (get_position_embedding_ranks, (None,)),
         "sharp_enabled_group": (sharp_enabled_group, (None,)),
         "rank_offset": (rank_offset, (0, None)),
-        "local_world_size": (local_world_size, (None,)),
+        "local_world_size": (local_world_size, (None, world)),
     }
     problems = [
         f"initialize_model_parallel() has no {name} {value!r}: {_WITHOUT.get(name, 'groups are those of torch')}; "
@@ -83,8 +85,6 @@ def initialize_model_parallel(
     ]
     if problems:
         raise ConfigError(problems)
-    distributed = dist.is_available() and dist.is_initialized()
-    world = dist.get_world_size() if distributed else 1
     replicas = world // (tensor_model_parallel_size * pipeline_model_parallel_size)  # and ranks of a sequence
     grid = RankGrid(
         world,

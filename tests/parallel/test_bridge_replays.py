@@ -83,9 +83,14 @@ class BridgeModel(GPTModel):
             rotary_pos_emb = self.rotary_pos_emb(tokens)
         return (decoder_input, rotary_pos_emb, *others)
 
-    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _postprocess(
+        self, hidden_states: Any, input_ids: Any, position_ids: Any, labels: Any, rotary_pos_emb: Any,
+        rotary_pos_cos: Any, rotary_pos_sin: Any, mtp_in_postprocess: Any = None, **others: Any,
+    ) -> Tensor:  # fmt: skip
         self.calls.append("postprocess")
-        return super()._postprocess(hidden_states, *args, **kwargs)
+        given = (hidden_states, input_ids, position_ids, labels, rotary_pos_emb, rotary_pos_cos, rotary_pos_sin)
+        others |= {"decoder_input": None, "sequence_len_offset": None, "extra_block_kwargs": None}
+        return super()._postprocess(*given, mtp_in_postprocess, **others)
 
 
 def fused_forward(model: GPTModel, input_ids: Tensor, position_ids: Tensor) -> Tensor:

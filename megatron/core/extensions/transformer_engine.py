@@ -50,15 +50,25 @@ __all__ = [
 ]  # fmt: skip
 
 
-class _LinearKinds(type):
-    """Upstream's column- and row-parallel layers are TELinears, too."""
+class _LayerKinds(type):
+    """Classes of upstream's that a model's own layers are of, too: programs choose adapters and names by isinstance."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        divided = (TEColumnParallelLinear, TERowParallelLinear)
-        return super().__instancecheck__(instance) or (cls is TELinear and isinstance(instance, divided))
+        if super().__instancecheck__(instance):
+            return True
+        norm_and_product = isinstance(instance, ColumnParallelLinear) and "layer_norm_weight" in instance._parameters
+        if cls is TELayerNormColumnParallelLinear or norm_and_product:
+            return cls is TELayerNormColumnParallelLinear and norm_and_product
+        alike: dict[Any, Any] = {
+            TELinear: (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear),
+            TEColumnParallelLinear: ColumnParallelLinear,
+            TERowParallelLinear: RowParallelLinear,
+            TEDotProductAttention: DotProductAttention,
+        }
+        return isinstance(instance, alike.get(cls, ()))
 
 
-class TELinear(nn.Module, metaclass=_LinearKinds):
+class TELinear(nn.Module, metaclass=_LayerKinds):
     """A product that is whole on every rank, weight [output_size, input_size]; parameters know the `parallel_mode`."""
 
     @take_arguments(
@@ -101,11 +111,11 @@ class TELinear(nn.Module, metaclass=_LinearKinds):
         return output, self.bias if self.skip_bias_add else None
 
 
-class TEColumnParallelLinear(ColumnParallelLinear):
+class TEColumnParallelLinear(ColumnParallelLinear, metaclass=_LayerKinds):
     """Our ColumnParallelLinear."""
 
 
-class TELayerNormColumnParallelLinear(ColumnParallelLinear):
+class TELayerNormColumnParallelLinear(ColumnParallelLinear, metaclass=_LayerKinds):
     """A norm and a column-parallel product in one module, with the norm's parameters as `layer_norm_weight` and
     `layer_norm_bias`."""
 
@@ -130,7 +140,7 @@ class TELayerNormColumnParallelLinear(ColumnParallelLinear):
         return super().forward(norm(input_), weight)
 
 
-class TERowParallelLinear(RowParallelLinear):
+class TERowParallelLinear(RowParallelLinear, metaclass=_LayerKinds):
     """Our RowParallelLinear."""
 
 
@@ -204,7 +214,7 @@ class TERowParallelGroupedLinear(TEGroupedLinear):
         super().__init__(num_gemms, input_size, output_size, parallel_mode="row", **options)
 
 
-class TEDotProductAttention(DotProductAttention):
+class TEDotProductAttention(DotProductAttention, metaclass=_LayerKinds):
     """Our core attention."""
 
     @take_arguments("* v_channels=... num_splits=...")  # inputs have the first, and the second is a kernel's

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from megatron.core.optimizer.group_state import GroupState, StateSlice
 from megatron.core.optimizer.offloaded_state import build_home
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupKey, UpdateUnit, make_param_groups, make_update_units
-from megatron.core.optimizer.param_overrides import ParamGroupOverride, ParamKey
+from megatron.core.optimizer.param_overrides import ParamGroupOverride, ParamKey, find_overrides
 from megatron.core.optimizer.rule_table import RULES
 from megatron.core.optimizer.update_rules import UpdateRule, load_rule
 from megatron.core.optimizer.upstream_methods import UpstreamMethods
@@ -86,7 +87,7 @@ class MegatronOptimizer(UpstreamMethods):
         model_chunks: Sequence[ModelChunk],
         groups: ProcessGroupCollection,
         update_rule: UpdateRule | None = None,
-        overrides: Sequence[tuple[ParamKey, ParamGroupOverride]] = (),
+        overrides: Mapping[ParamKey, ParamGroupOverride] = MappingProxyType({}),
     ) -> None:
         self.config = config
         self.groups = groups
@@ -104,7 +105,7 @@ class MegatronOptimizer(UpstreamMethods):
             config,
             lambda name: update_rule or load_rule(name).from_config(config, groups),
             build_home(config, self.model_chunks[0].device),
-            overrides,
+            find_overrides(overrides, self.model_chunks),
         )
         self._states = [state for group in self._groups for state in group.states]
         self._units = list(make_update_units(self.model_chunks, self._groups))
@@ -471,9 +472,9 @@ def get_megatron_optimizer(
     is_divided = any(chunk.ddp_config.use_distributed_optimizer for chunk in model_chunks)
     groups = pg_collection or ProcessGroupCollection.current()
     build = DistributedOptimizer if is_divided else MegatronOptimizer
-    overrides = tuple((config_overrides or {}).items())
     return build(
-        config=config, model_chunks=model_chunks, groups=groups, update_rule=update_rule, overrides=overrides
+        config=config, model_chunks=model_chunks, groups=groups, update_rule=update_rule,
+        overrides=config_overrides or {},
     )  # fmt: skip
 
 

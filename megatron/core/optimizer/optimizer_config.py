@@ -28,6 +28,9 @@ _NO_PINNING = "it has no effect: there is no memory to pin"
 _FP16 = Needs("--fp16", lambda run: run.fp16)
 _DYNAMIC_SCALE = Needs("a dynamic loss scale", lambda run: run.loss_scale is None)
 
+_DTYPE_FIELDS = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+_DTYPE_NAMES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.uint8": "fp8"}
+
 
 @dataclass(kw_only=True)
 class OptimizerConfig(CheckedConfig):
@@ -192,6 +195,13 @@ class OptimizerConfig(CheckedConfig):
     reuse_grad_buf_for_mxfp8_param_ag: bool = derived(False, kind="kernel")
     """Only False: gradients have a separate buffer."""
 
+    def normalize(self) -> None:
+        super().normalize()
+        # As upstream has them: None for a schedule that ends at 0, and torch's dtypes.
+        self.min_lr = 0.0 if self.min_lr is None else self.min_lr
+        for name in _DTYPE_FIELDS:
+            setattr(self, name, _DTYPE_NAMES.get(str(getattr(self, name)), getattr(self, name)))
+
     def rules(self) -> Iterator[str]:
         if self.reuse_grad_buf_for_mxfp8_param_ag:
             yield "reuse_grad_buf_for_mxfp8_param_ag is not supported: gradients have their own buffer; leave it out"
@@ -224,7 +234,7 @@ class OptimizerConfig(CheckedConfig):
                 f"--optimizer-cpu-offload works with --optimizer adam, sgd and lion, not with {self.say('optimizer')}, "
                 "which computes with whole matrices; leave one out"
             )
-        for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+        for name in _DTYPE_FIELDS:
             if getattr(self, name) != "fp32" and not self.use_precision_aware_optimizer:
                 yield f"{self.say(name)} needs --use-precision-aware-optimizer"
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,6 @@ from megatron.core.flat_ranges import Range, intersect_ranges, merge_ranges
 from megatron.core.optimizer.group_state import GroupState, Member
 from megatron.core.optimizer.offloaded_state import OffloadedState, StateHome, divide_members
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_overrides import ParamGroupOverride, ParamKey, find_overrides
 from megatron.core.optimizer.rule_table import RULES
 from megatron.core.optimizer.update_rules import UpdateRule
 from megatron.core.placement import Placement, get_placement
@@ -121,10 +121,10 @@ def make_param_groups(
     config: OptimizerConfig,
     rule_of: Callable[[str], UpdateRule],
     home: StateHome | None = None,
-    overrides: Sequence[tuple[ParamKey, ParamGroupOverride]] = (),
+    overrides: Mapping[int, tuple[tuple[str, float], ...]] = MappingProxyType({}),
 ) -> list[ParamGroup]:
     """One group for each key that occurs, decayed parameters first. rule_of: the rule of a name. home: of the state
-    that is offloaded. overrides: options of parameters that match."""
+    that is offloaded. overrides: options of parameters by their id (param_overrides.py)."""
     divided = [_divide(buffer, config, overrides) for buffer in buffers]
     groups = []
     # Sorted, so that the order does not depend on which parameter a stage happens to hold first.
@@ -167,7 +167,7 @@ def _make_states(
 
 
 def _divide(
-    buffer: FlatBuffer, config: OptimizerConfig, overrides: Sequence[tuple[ParamKey, ParamGroupOverride]]
+    buffer: FlatBuffer, config: OptimizerConfig, overrides: Mapping[int, tuple[tuple[str, float], ...]]
 ) -> dict[GroupKey, tuple[list[Member], list[Range]]]:
     """Parameters and ranges of each group of a buffer. A gap belongs to the group before it, so that parameters that
     follow each other are one range."""
@@ -178,9 +178,9 @@ def _divide(
     in_place = sorted(members, key=lambda member: member.slot.start)
     ends = [member.slot.start for member in in_place[1:]] + [buffer.layout.numel]
     keys = {member.name: make_param_key(get_placement(member.param, member.name), config) for member in members}
-    if overrides:
-        for name, param, *_ in members:
-            keys[name] = keys[name]._replace(options=find_overrides(overrides, param, name))
+    for name, param, *_ in members:
+        if id(param) in overrides:
+            keys[name] = keys[name]._replace(options=overrides[id(param)])
     ranges: dict[GroupKey, list[Range]] = defaultdict(list)
     for member, end in zip(in_place, ends, strict=True):
         ranges[keys[member.name]].append((member.slot.start, end))

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
+from torch import nn
+
 from megatron.core.errors import ConfigError
+from megatron.core.placement import get_placement
 
 
 @dataclass(frozen=True)
@@ -48,17 +51,25 @@ class ParamGroupOverride(TypedDict, total=False):
 
 
 def find_overrides(
-    overrides: Sequence[tuple[ParamKey, ParamGroupOverride]], param: Any, name: str
-) -> tuple[tuple[str, float], ...]:
-    """The options of all keys that match a parameter, by name. Raises ConfigError for options that do not exist, and
-    for two keys that contradict each other."""
-    found: dict[str, float] = {}
-    for key, options in overrides:
-        if unknown := sorted(set(options) - set(ParamGroupOverride.__annotations__)):
-            known = ", ".join(ParamGroupOverride.__annotations__)
-            raise ConfigError(f"config_overrides has {unknown[0]!r}; a group's options are {known}")
-        if key.matches(param, name):
+    overrides: Mapping[ParamKey, ParamGroupOverride], chunks: Iterable[nn.Module]
+) -> dict[int, tuple[tuple[str, float], ...]]:
+    """id of a stored parameter -> the options of all keys that match it, by its name in the whole model or the one that
+    its layer spec shows, or that match one of its parts.
+
+    Raises ConfigError for options that do not exist, and for two keys that contradict each other.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    for shown, param in (named for chunk in chunks for named in (chunk.named_parameters() if overrides else ())):
+        stored = getattr(param, "part_of", param)
+        name = get_placement(stored, shown).name
+        given = found.setdefault(id(stored), {})
+        for key, options in overrides.items():
+            if unknown := sorted(set(options) - set(ParamGroupOverride.__annotations__)):
+                known = ", ".join(ParamGroupOverride.__annotations__)
+                raise ConfigError(f"config_overrides has {unknown[0]!r}; a group's options are {known}")
+            if not (key.matches(param, name) or key.matches(param, shown)):
+                continue
             for option, value in options.items():
-                if found.setdefault(option, value) != value:  # type: ignore[arg-type]
-                    raise ConfigError(f"config_overrides gives {name} two values of {option}: {found[option]}, {value}")
-    return tuple(sorted(found.items()))
+                if given.setdefault(option, value) != value:
+                    raise ConfigError(f"config_overrides gives {name} two values of {option}: {given[option]}, {value}")
+    return {number: tuple(sorted(given.items())) for number, given in found.items()}

@@ -12,6 +12,7 @@ from torch import nn
 from megatron.core.pipeline_parallel.executor import Executor, ForwardStep, compute_activation_shape
 from megatron.core.pipeline_parallel.programs import Pipeline
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.taken_arguments import take_arguments
 
 
 def get_forward_backward_func(
@@ -29,6 +30,10 @@ def get_forward_backward_func(
     return partial(forward_backward, pg_collection=schedule_pg_collection)
 
 
+@take_arguments(
+    "* first_val_step=... adjust_tensor_shapes_fn=None p2p_communicator=None force_all_reduce=False",
+    "stages exchange what the model's config and its groups say",
+)
 def forward_backward(
     *,
     forward_step_func: ForwardStep,

@@ -72,15 +72,20 @@ def by_blocks_of_rows(init: Initialiser, rows: int = 256) -> Initialiser:
         for number, block in enumerate(tensor.split(rows)):
             # The last block is drawn whole, too, and cut off.
             drawn = tensor.new_empty(rows, *tensor.shape[1:])
-            _draw(init, drawn, generator, generator.initial_seed() + number)
+            draw_values(init, drawn, generator, generator.initial_seed() + number)
             block.copy_(drawn[: block.shape[0]])
 
     return fill
 
 
-def _draw(init: Initialiser, tensor: Tensor, generator: torch.Generator, seed: int) -> None:
+def draw_values(init: Initialiser, tensor: Tensor, generator: torch.Generator, seed: int) -> None:
     """Fill a tensor. seed: for an initialiser of upstream's, (tensor), which draws from torch's default generator."""
-    if len(inspect.signature(init).parameters) > 1:
+    further = list(inspect.signature(init).parameters.values())[1:]
+    # By name for torch's own: nn.init.normal_(tensor, mean, std, generator).
+    if any(parameter.name == "generator" for parameter in further):
+        init(tensor, generator=generator)  # type: ignore[call-arg]
+        return
+    if any(parameter.default is parameter.empty for parameter in further):
         init(tensor, generator)
         return
     with torch.random.fork_rng(devices=[] if is_cpu(tensor) else [tensor.device]):
@@ -283,5 +288,5 @@ def _fill(parameter: nn.Parameter, placement: Placement, init: Initialiser, seed
     # Float32 whatever the parameter's format, so that bf16 weights are the rounded float32 ones.
     full = torch.empty(placement.full_shape, dtype=torch.float32, device=device)
     with torch.no_grad():
-        _draw(init, full, generator, generator.initial_seed())
+        draw_values(init, full, generator, generator.initial_seed())
         parameter.copy_(placement.take(full))

@@ -120,7 +120,7 @@ def save_upstream_dist(run: Run) -> Path:
         tensors |= rank.build_tensors()
     shapes = {name: tensor.global_shape for name, tensor in model.items()}
     objects = dict.fromkeys(naming.list_extra_states(shapes)) | _build_objects(run, sharding)
-    for rank, beside in zip(ranks, to_upstream.build_divided_optimizers(run), strict=False):
+    for rank, beside in zip(ranks, to_upstream.build_divided_optimizers(run) if ranks else (), strict=False):
         objects |= rank.build_objects(beside)
     attachments = list_tokenizer_files(run.config.tokenizer) if settings.save_tokenizer_assets else {}
     reach("state-gathered")

@@ -32,13 +32,11 @@ def derive(run: RunConfig, given: Set[str]) -> Iterator[str]:
     yield from _letters(run, given)
     yield from _processes(run, given)
     yield from _batch(run)
-    _positions(run)
-    _activation(run)
+    expand_short_forms(run)
     yield from _attention(run)
     yield from _sharding(run, given)
     yield from _optimizer(run)
     yield from _learning(run)
-    _recomputation(run)
     yield from _graphs(run, given)
     yield from _checkpoint(run)
     yield from _data(run)
@@ -112,16 +110,15 @@ def _batch(run: RunConfig) -> Iterator[str]:
             run.training.step_batch_size_schedule = ordered
 
 
-def _positions(run: RunConfig) -> None:
+def expand_short_forms(run: RunConfig) -> None:
+    """Put in the values of the model's settings that short forms, such as --swiglu, stand for."""
     model, gpt = run.model, run.gpt
+    if run.training.recompute_activations and model.recompute_granularity is None:
+        model.recompute_granularity = "selective"
     if gpt.use_rotary_position_embeddings:
         model.position_embedding_type = "rope"
     if not gpt.add_position_embedding and model.position_embedding_type == "learned_absolute":
         model.position_embedding_type = "none"
-
-
-def _activation(run: RunConfig) -> None:
-    model, gpt = run.model, run.gpt
     model.gated_linear_unit = gpt.swiglu or gpt.geglu or gpt.quick_geglu
     model.bias_activation_fusion = gpt.bias_swiglu_fusion if model.gated_linear_unit else gpt.bias_gelu_fusion
     chosen = (
@@ -253,12 +250,6 @@ def _learning(run: RunConfig) -> Iterator[str]:
         yield f"{setting} begins with matrices of zeros, whose gradients are zero, too: new weights learn nothing"
     if optimizer.lr == 0:
         yield f"{run.say('lr')} leaves every weight as it is"
-
-
-def _recomputation(run: RunConfig) -> None:
-    model = run.model
-    if run.training.recompute_activations and model.recompute_granularity is None:
-        model.recompute_granularity = "selective"
 
 
 def _graphs(run: RunConfig, given: Set[str]) -> Iterator[str]:

@@ -15,7 +15,7 @@ from megatron.core.config_base import get_settings
 from megatron.core.dist_checkpointing.directory import TRACKER_NAME, iteration_directory, latest_iteration
 from megatron.core.dist_checkpointing.directory_lock import DirectoryLock
 from megatron.core.distributed.model_chunk import ModelChunk
-from megatron.core.errors import CheckpointError
+from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.taken_arguments import take_arguments
 from megatron.core.upstream.modules import unwrap_model
@@ -85,6 +85,8 @@ def save_checkpoint(
     """
     args = get_args()
     parts = _parts(args, model, optimizer, opt_param_scheduler)
+    if optimizer is not None and opt_param_scheduler is None and parts.config.checkpoint.ckpt_format[:8] == "upstream":
+        raise ConfigError(f"--ckpt-format {args.ckpt_format} saves an optimizer with its schedule; give both, or None")
     parts.progress.iteration = iteration
     parts.progress.floating_point_operations = int(num_floating_point_operations_so_far)
     # Upstream's scripts count it in args while they train.

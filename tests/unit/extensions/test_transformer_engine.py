@@ -3,16 +3,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.errors import ConfigError
 from megatron.core.extensions import transformer_engine as te
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.parameters import normal
@@ -65,12 +71,33 @@ def test_products(kind: Any, options: dict[str, Any], skips: bool) -> None:
     assert layer.weight.grad is not None
 
 
+@pytest.mark.parametrize("init", [nn.init.zeros_, nn.init.normal_, functools.partial(nn.init.normal_, std=0.01)])
+def test_initial_weights_by_torchs_functions(init: Any) -> None:
+    sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": WIDTH, "num_attention_heads": 6, "num_moe_experts": 2}
+    config = TransformerConfig(**sizes, moe_ffn_hidden_size=24, init_method=init, output_layer_init_method=init)
+    layer = GPTModel(config, get_gpt_decoder_block_spec(config), 8, 8).decoder.layers[0]
+    expected = 0.0 if init is nn.init.zeros_ else getattr(init, "keywords", {}).get("std", 1.0)
+    for weight in (layer.self_attention.linear_qkv.weight, *layer.mlp.experts.parameters()):
+        assert weight.ndim == 1 or float(weight.detach().std()) == pytest.approx(expected, rel=0.1)
+    first, second = layer.mlp.experts.linear_fc1.weight
+    assert expected == 0 or not torch.equal(first, second)
+
+
+@pytest.mark.filterwarnings("ignore:layers are those of the local spec")
 def test_kinds() -> None:
     column = build(te.TEColumnParallelLinear, WIDTH, OUT, gather_output=False, skip_bias_add=False, is_expert=False)
     norm = build(te.TELayerNormColumnParallelLinear, WIDTH, OUT, gather_output=False, skip_bias_add=False)
     assert isinstance(column, ColumnParallelLinear) and isinstance(norm, ColumnParallelLinear)
     assert not isinstance(norm, (te.TEColumnParallelLinear, te.TELinear)) and not isinstance(column, te.TEGroupedLinear)
     assert issubclass(te.TERowParallelLinear, RowParallelLinear)
+    # Layers that a model builds for itself: adapters are chosen by these classes.
+    config = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=6)
+    layer = GPTModel(config, get_gpt_layer_with_transformer_engine_spec(), 8, 8).decoder.layers[0]
+    attention, kinds = layer.self_attention, (te.TEColumnParallelLinear, te.TERowParallelLinear, te.TELinear)
+    assert [isinstance(attention.linear_proj, kind) for kind in kinds] == [False, True, True]
+    assert isinstance(attention.linear_qkv, te.TELayerNormColumnParallelLinear)
+    assert not isinstance(attention.linear_qkv, kinds) and not isinstance(layer.mlp, kinds)
+    assert isinstance(attention.core_attention, te.TEDotProductAttention)
     for options in ({"parallel_mode": "column"}, {"parallel_mode": None, "skip_weight_param_allocation": True}):
         with pytest.raises(ConfigError, match="TELinear"):
             build(te.TELinear, WIDTH, OUT, skip_bias_add=False, **options)

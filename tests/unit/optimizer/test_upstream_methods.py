@@ -27,14 +27,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 TOKENS = torch.arange(12).view(2, 6)
 
 
-def build(*, divided: bool = False, overrides: Any = None, optimizer: Any = None, **changes: Any) -> tuple[Any, Any]:
+def build(
+    *, divided: bool = False, overrides: Any = None, optimizer: Any = None, engine: bool = False, **changes: Any
+) -> tuple[Any, Any]:
     shape: dict[str, Any] = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 6, "hidden_dropout": 0.0,
                              "attention_dropout": 0.0, "num_moe_experts": 2, "moe_layer_freq": [0, 1]}  # fmt: skip
     config = TransformerConfig(**shape | changes)
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=divided, grad_reduce_in_fp32=True, check_for_nan_in_grad=False
     )
-    model = GPTModel(config, get_gpt_decoder_block_spec(config), 29, 8, position_embedding_type="rope")
+    model = GPTModel(config, get_gpt_decoder_block_spec(config, engine), 29, 8, position_embedding_type="rope")
     chunk = DistributedDataParallel(config=config, module=model, disable_bucketing=False, ddp_config=ddp)
     settings = {"lr": 0.01, "bf16": config.bf16, "fp16": config.fp16, "use_distributed_optimizer": divided}
     settings |= {"params_dtype": torch.float32, "overlap_param_gather": False}
@@ -124,6 +126,11 @@ def test_other_rates_for_chosen_parameters() -> None:
     chosen = [group for group in optimizer.param_groups if group.get("max_lr") == 0.5]
     assert [group["lr"] for group in chosen] == [0.5] and chosen[0]["min_lr"] == 0.1
     assert all(len(group["params"]) == 2 for group in chosen)
+    # Names that a spec shows, for one of several experts the stack in which they are stored.
+    for name, count in (("*.linear_fc1.layer_norm_weight", 1), ("*.experts.linear_fc2.weight1", 1), ("*", None)):
+        _, optimizer = build(overrides={ParamKey(name=name): {"max_lr": 0.5}}, engine=True)
+        chosen = [param for group in optimizer.param_groups if group.get("max_lr") == 0.5 for param in group["params"]]
+        assert len(chosen) == count or count is None and all("max_lr" in group for group in optimizer.param_groups)
     with pytest.raises(ConfigError, match="config_overrides has 'speed'"):
         build(overrides={ParamKey(name="*"): {"speed": 1.0}})
     with pytest.raises(ConfigError, match="use_distributed_optimizer=True.*give both the same"):

@@ -17,6 +17,7 @@ import torch
 
 from megatron.core import parallel_state as mpu
 from megatron.core.config_base import get_settings
+from megatron.core.enums import AttnBackend
 from megatron.core.errors import ConfigError, MegatronError
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.fp8_utils import get_fp8_context
@@ -24,6 +25,7 @@ from megatron.core.model_parallel_config import _REFUSED as OF_ALL_MODELS
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.config_fields.program_fields import _REFUSED as OF_TRANSFORMERS
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import parse_args
@@ -49,6 +51,31 @@ def test_fields_of_missing_features_take_their_default_alone(name: str) -> None:
     if name in OF_ALL_MODELS:
         with pytest.raises(ConfigError, match=name):
             ModelParallelConfig(timers=None, **{name: True})
+
+
+@pytest.mark.parametrize(
+    ("given", "held"),
+    [
+        ({"attention_backend": AttnBackend.unfused}, {"attention_backend": "unfused"}),
+        ({"moe_aux_loss_coeff": 0.5}, {"moe_aux_loss_coeff": [0.5]}),
+        ({"moe_router_load_balancing_type": "none"}, {"moe_router_load_balancing_type": ["none"]}),
+        ({"cp_comm_type": "all_gather"}, {"cp_comm_type": ["all_gather"]}),
+        ({"num_layers_in_last_pipeline_stage": None}, {"decoder_last_pipeline_num_layers": None}),
+    ],
+)
+def test_fields_take_upstreams_values_when_a_config_is_made_and_later(
+    given: dict[str, Any], held: dict[str, Any]
+) -> None:
+    made, later = TransformerConfig(**SIZES, **given), TransformerConfig(**SIZES)
+    for name, value in given.items():
+        setattr(later, name, value)
+    for config in (made, later):
+        assert {name: getattr(config, name) for name in held} == held
+    later.num_layers_in_first_pipeline_stage = 1
+    assert later.decoder_first_pipeline_num_layers == 1
+    assert TransformerConfig(**SIZES, cp_comm_type=None).cp_comm_type == ["p2p"]
+    optimizer = OptimizerConfig(min_lr=None, main_grads_dtype=torch.float32, exp_avg_dtype=torch.float32)
+    assert (optimizer.min_lr, optimizer.main_grads_dtype, optimizer.exp_avg_dtype) == (0.0, "fp32", "fp32")
 
 
 SIGNATURE = inspect.signature(mpu.initialize_model_parallel).parameters

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -19,9 +20,11 @@ from megatron.core.enums import AttnMaskType
 from megatron.core.errors import ConfigError, DataError, UnsupportedError
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.mesh import RankGrid
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokenizers.null import NullTokenizer
 from megatron.core.transformer.mlp import MLP
@@ -180,7 +183,7 @@ def test_arguments_by_upstreams_places() -> None:
     """By position in upstream's order, also where ours is another."""
     parts = get_gpt_layer_local_spec().submodules
     mlp = MLP(CONFIG, parts.mlp.submodules, False, 12, 20, None, name="mine")
-    assert mlp.linear_fc1.weight.shape == (20, 12) and mlp.linear_fc2.weight.shape == (12, 20)
+    assert mlp.linear_fc1.weight.shape == (20, 12) and mlp.linear_fc2.weight.shape == (24, 20)
     expert = MLP(CONFIG, parts.mlp.submodules, is_expert=True, tp_group=ProcessGroupCollection.current().tp)
     assert expert(torch.ones(2, 1, 24))[0].shape == (2, 1, 24)
     layer = TransformerLayer(CONFIG, parts, 1, CONFIG.hidden_dropout, None, 0, is_mtp_layer=False, name="layer")
@@ -190,6 +193,12 @@ def test_arguments_by_upstreams_places() -> None:
             TransformerLayer(CONFIG, parts, 1, **wrong)
     with pytest.raises(TypeError, match="multiple values for argument 'hidden_dropout'"):
         TransformerLayer(CONFIG, parts, 1, None, hidden_dropout=None)
+    theirs = {"first_val_step", "adjust_tensor_shapes_fn", "p2p_communicator", "pg_collection", "force_all_reduce"}
+    assert theirs <= set(inspect.signature(get_forward_backward_func()).parameters)
+    angles = RotaryEmbedding(8, 1.0)
+    assert torch.equal(angles(6, offset=2, packed_seq=True, cp_group=None), angles(8)[2:])
+    with pytest.raises(ConfigError, match="not divided over a cp_group of 2"):
+        angles(6, cp_group=SimpleNamespace(size=lambda: 2))
     with pytest.raises(ConfigError, match=r"get_megatron_optimizer\(config, model_chunks\) makes"):
         ChainedOptimizer([object()])
 

@@ -146,8 +146,7 @@ class AttentionFields(ArchitectureFields):
         super().normalize()
         if isinstance(self.window_size, list):  # as JSON has it
             self.window_size = tuple(self.window_size)
-        if isinstance(self.cp_comm_type, str):
-            self.cp_comm_type = [self.cp_comm_type]
+        self.cp_comm_type = self.cp_comm_type or ["p2p"]
         if isinstance(self.cp_comm_type, list):  # upstream's word for sparse attention
             self.cp_comm_type = ["all_gather" if word == "allgather" else word for word in self.cp_comm_type]
 

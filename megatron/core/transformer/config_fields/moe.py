@@ -407,9 +407,8 @@ class MoEFields(ArchitectureFields):
 
     def normalize(self) -> None:
         super().normalize()
-        kinds, weights = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
-        self.moe_router_load_balancing_type = [kinds] if isinstance(kinds, str) else kinds or ["aux_loss"]
-        self.moe_aux_loss_coeff = [weights] if isinstance(weights, float | int) else weights or [0.0]
+        self.moe_router_load_balancing_type = self.moe_router_load_balancing_type or ["aux_loss"]
+        self.moe_aux_loss_coeff = self.moe_aux_loss_coeff or [0.0]
         # Upstream's scripts write 0 for a dense model; everything behind asks for None.
         self.num_moe_experts = self.num_moe_experts or None
 

@@ -25,6 +25,13 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "use_kitchen": (False, "that package is not used"),
 }
 """Name -> upstream's default, and what there is instead."""
+_FORMER = {
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+}
+"""Upstream's name in Python -> the field."""
+_SEVERAL = ("cp_comm_type", "moe_aux_loss_coeff", "moe_router_load_balancing_type")
+"""Fields that hold a list, and are given one value."""
 
 
 @dataclass(kw_only=True, init=False, repr=False, eq=False)
@@ -43,6 +50,8 @@ class ProgramFields(CheckedConfig):
     """Ignored: cuda_graph_impl and cuda_graph_modules say what is recorded."""
     inference_rng_tracker: bool = derived(False, kind="kernel")
     """Ignored: sampling draws from a separate generator."""
+    config_logger_dir: str | None = derived("", kind="report")
+    """Directory of `log_config_to_disk`, which programs' models call; empty for none."""
     transformer_impl: str = derived("transformer_engine", kind="kernel")
     """Ignored by a model, whose layer spec says it; programs read which spec they are to ask for."""
     fp8_param: bool = derived(False, kind="numerics")
@@ -64,14 +73,20 @@ class ProgramFields(CheckedConfig):
 
     def normalize(self) -> None:
         super().normalize()
-        asked: Any = self
-        # Programs give upstream's member; everything here compares with its name.
-        if isinstance(asked.attention_backend, AttnBackend):
-            asked.attention_backend = asked.attention_backend.name
-        for ours, theirs in (("first", "first"), ("last", "last")):
-            value = getattr(asked, f"num_layers_in_{theirs}_pipeline_stage")
-            if value is not None:
-                setattr(asked, f"decoder_{ours}_pipeline_num_layers", value)
+        # Again: the field may have been set after its other name, or past __setattr__.
+        for name in ("attention_backend", *_SEVERAL, *_FORMER):
+            setattr(self, name, getattr(self, name))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a field, from a constructor or later: a member of AttnBackend by its name, with which everything here
+        compares; one of several as a list; a first or last stage's layers under both names."""
+        if isinstance(value, AttnBackend):
+            value = value.name
+        elif name in _SEVERAL and isinstance(value, str | float | int):
+            value = [value]
+        super().__setattr__(name, value)
+        if name in _FORMER and value is not None:
+            super().__setattr__(_FORMER[name], value)
 
     def rules(self) -> Iterator[str]:
         yield from refuse_missing(self, _REFUSED)

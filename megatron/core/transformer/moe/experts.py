@@ -24,7 +24,13 @@ from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.stacked_parameters import bind_parts, tie_parts, use_parts
 from megatron.core.tensor_parallel.kept_activations import RecomputedTogether, keep_as
 from megatron.core.tensor_parallel.offloaded_activations import hold, offload
-from megatron.core.tensor_parallel.parameters import Initialiser, declare_parameter, parameter_dtype, zeros
+from megatron.core.tensor_parallel.parameters import (
+    Initialiser,
+    declare_parameter,
+    draw_values,
+    parameter_dtype,
+    zeros,
+)
 from megatron.core.tensor_parallel.products import multiply
 from megatron.core.transformer.compiled_regions import Compile
 from megatron.core.transformer.initialisers import input_initialiser, output_initialiser
@@ -49,8 +55,8 @@ def for_each_expert(init: Initialiser) -> Initialiser:
     the shape of a matrix."""
 
     def fill(stack: Tensor, generator: torch.Generator) -> None:
-        for matrix in stack:
-            init(matrix, generator)
+        for number, matrix in enumerate(stack):
+            draw_values(init, matrix, generator, generator.initial_seed() + number)
 
     return fill
 

@@ -18,7 +18,13 @@ from megatron.core.errors import ConfigError
 from megatron.core.plan.read import read_plan
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
 from megatron.core.taken_arguments import take_arguments
-from megatron.core.tensor_parallel.parameters import Initialiser, declare_parameter, parameter_dtype, zeros
+from megatron.core.tensor_parallel.parameters import (
+    Initialiser,
+    declare_parameter,
+    draw_values,
+    parameter_dtype,
+    zeros,
+)
 from megatron.core.tensor_parallel.products import has_wide_product, multiply_wide
 from megatron.core.tensor_parallel.random import EXPERT_PARALLEL_STREAM, get_cuda_rng_tracker
 from megatron.core.transformer.compiled_regions import Compile
@@ -152,7 +158,7 @@ class TopKRouter(MegatronModule):
             return init
 
         def fill(tensor: Tensor, generator: torch.Generator) -> None:
-            init(tensor, generator)
+            draw_values(init, tensor, generator, generator.initial_seed())
             tensor.copy_(tensor[::slices].repeat_interleave(slices, dim=0))
 
         return fill

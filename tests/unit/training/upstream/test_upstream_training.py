@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from argparse import Namespace
@@ -117,12 +118,13 @@ def test_arguments_are_parsed_and_checked(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_configs_from_arguments(args: Namespace) -> None:
     model, container = use(".argument_utils", "gpt_config_from_args", "pretrain_cfg_container_from_args")
-    assert model(args) == args.run_config.model and model(args, config=args.run_config.model) is args.run_config.model
+    expected = dataclasses.replace(args.run_config.model, transformer_impl="transformer_engine")
+    assert model(args) == expected and model(args, config=args.run_config.model) is args.run_config.model
     assert container(args) is args.run_config
     other = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
     assert container(args, model_cfg=other).model is other
     yaml = use(".yaml_arguments", "core_transformer_config_from_yaml")
-    assert yaml(SimpleNamespace(language_model=args), transfomer_key="language_model") == args.run_config.model
+    assert yaml(SimpleNamespace(language_model=args), transfomer_key="language_model") == expected
 
 
 def test_the_job_is_joined(args: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +218,8 @@ def test_settings_may_come_first(args: Namespace, monkeypatch: pytest.MonkeyPatc
 def test_models_with_and_without_a_wrapper(args: Namespace) -> None:
     for module in ("", ".training"):
         get_model = use(module, "get_model")
-        assert get_model(build_gpt, ModelType.encoder_or_decoder)[0].module.config == args.run_config.model
+        config = get_model(build_gpt, ModelType.encoder_or_decoder)[0].module.config
+        assert config == dataclasses.replace(args.run_config.model, transformer_impl="transformer_engine")
     (bare,) = get_model(model_provider_func=build_gpt, wrap_with_ddp=False)
     norm = use(".utils", "calc_params_l2_norm")
     assert norm([bare]) == pytest.approx(
@@ -362,11 +365,17 @@ def test_bare_models_are_saved_and_loaded_without_an_optimizer(args: Namespace, 
             param.zero_()
     assert load(other, None, None, strict=True, checkpointing_context={}) == (3, 0)
     assert torch.equal(other[0](tokens, tokens, None), expected)
+    args.ckpt_format = "upstream_torch_dist"  # as a program that reads the files itself asks for
+    args.save = args.load = str(tmp_path / "upstream")
+    save(4, model, None, None, 0)
+    assert load(other, None, None) == (4, 0) and torch.equal(other[0](tokens, tokens, None), expected)
+    with pytest.raises(ConfigError, match="with its schedule"):
+        save(4, model, object(), None, 0)
     head = other[0].module.value_head = nn.Linear(16, 1)
     value = head.weight.detach().clone()
     with pytest.raises(CheckpointError, match="value_head"):
         load(other, None, None)
-    assert load(other, None, None, strict=False) == (3, 0) and torch.equal(head.weight, value)
+    assert load(other, None, None, strict=False) == (4, 0) and torch.equal(head.weight, value)
     with pytest.raises(ConfigError, match="release"):
         save(3, model, None, None, 0, release=True)
 
@@ -382,6 +391,29 @@ def test_the_number_format_follows_from_what_a_script_sets() -> None:
     assert validate(args).params_dtype == build(args).params_dtype == torch.float32
 
 
+def test_what_follows_from_settings_that_a_script_changes() -> None:
+    def change(**settings: Any) -> TransformerConfig:
+        args = parse_args(argv=[*ARGV, "--seed", "5"], environ={})
+        vars(args).update(settings)
+        use(".arguments", "validate_args")(args)
+        built: TransformerConfig = use(".arguments", "core_transformer_config_from_args")(args)
+        assert {name: getattr(args, name) for name in ("ffn_hidden_size", "kv_channels")} == {
+            "ffn_hidden_size": built.ffn_hidden_size, "kv_channels": built.kv_channels}  # fmt: skip
+        return built
+
+    wide = change(hidden_size=64)
+    assert (wide.ffn_hidden_size, wide.kv_channels, wide.moe_ffn_hidden_size) == (256, 32, 256)
+    assert change(hidden_size=64, ffn_hidden_size=96, kv_channels=8).ffn_hidden_size == 96
+    gated = change(swiglu=True, hidden_size=48)
+    assert gated.gated_linear_unit and gated.activation_func in ("silu", nn.functional.silu)
+    assert gated.ffn_hidden_size == 128
+    assert change(num_attention_heads=4).num_query_groups == 4
+    assert change(group_query_attention=True).num_query_groups == 1
+    assert change(recompute_activations=True).recompute_granularity == "selective"
+    sizes = change(world_size=2, tensor_model_parallel_size=2)
+    assert sizes.expert_tensor_parallel_size == 2
+
+
 def test_arguments_of_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     def add(parser: Any) -> None:
         group = parser.add_argument_group("mine")
@@ -394,6 +426,7 @@ def test_arguments_of_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (args.my_flag, args.clip_grad, args.lr, args.train_iters, args.iteration) == (5, 0.25, None, None, 0)
     for name in ("align_param_gather", "dist_ckpt_save_pre_mcore_014", "heterogeneous_layers_config_path", "yaml_cfg"):
         assert hasattr(args, name), name
+    assert args.transformer_impl == "transformer_engine"  # programs then ask for its spec
     check = use(".arguments", "validate_args")
     args.world_size, args.variable_seq_lengths, args.tensor_model_parallel_size = 4, True, 2
     assert check(args).data_parallel_size == 2 and args.global_batch_size == 4

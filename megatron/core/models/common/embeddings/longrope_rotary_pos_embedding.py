@@ -9,6 +9,7 @@ frequency_i = base^(-2 i / d) / short_i     in sequences of up to the original l
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,10 +49,10 @@ class LongRotaryEmbedding(RotaryEmbedding):
             angles.inv_freq = angles.inv_freq / torch.tensor(factors, dtype=torch.float32)
             angles.magnitude = magnitude
 
-    def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
+    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
         """See RotaryEmbedding."""
         chosen = self.longer.forward if offset + max_seq_len > self.original_length else super().forward
-        return chosen(max_seq_len, offset)
+        return chosen(max_seq_len, offset, packed_seq, cp_group)
 
     def build_rotation(
         self,

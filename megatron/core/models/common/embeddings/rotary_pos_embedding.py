@@ -89,8 +89,13 @@ class RotaryEmbedding(nn.Module):
             positions = positions * (1 / self.seq_len_interpolation_factor)
         return torch.outer(positions, self.inv_freq)
 
-    def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """Angles in upstream's form: one for every channel, [s, 1, 1, channels]."""
+    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
+        """Angles in upstream's form: one for every channel, [s, 1, 1, channels], whole with context parallelism.
+
+        packed_seq: of upstream's signature. Raises ConfigError for a cp_group of several that share a whole sequence.
+        """
+        if cp_group is not None and cp_group.size() > 1 and not packed_seq:
+            raise ConfigError(f"angles are not divided over a cp_group of {cp_group.size()}; take a rank's part")
         angles = self.compute_angles(max_seq_len, offset)
         # Both channels of a pair turn by the same angle; where they lie is what interleaved says.
         pairs = (angles, angles)
