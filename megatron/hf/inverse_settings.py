@@ -53,7 +53,7 @@ def has_fixed_flags(family: Family, config: RunConfig) -> bool:
         declared = _find_flag(spelling)
         if declared.kind not in ("shape", "function"):
             continue
-        value = getattr(getattr(config, declared.config), declared.dest)
+        value = config.read(declared.dest)
         if isinstance(value, bool) and value != (spelling in declared.names):
             return False
         if isinstance(value, str) and value != word:
@@ -189,8 +189,7 @@ def _find_flag(flag: str) -> Any:
 
 
 def _read(flag: str, config: RunConfig) -> Any:
-    declared = _find_flag(flag)
-    return getattr(getattr(config, declared.config), declared.dest)
+    return config.read(_find_flag(flag).dest)
 
 
 def _is_given(setting: ConfigKey, config: RunConfig) -> bool:
