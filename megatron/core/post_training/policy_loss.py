@@ -140,5 +140,5 @@ class PolicyLoss(CheckedConfig):
 
 
 def _divide(total: Tensor, ranks: int) -> Tensor:
-    """A rank's share of what all ranks have: the value divided by their number, the gradient of its tokens undivided."""
+    """A rank's share of what all ranks have: the value divided by their number, the gradient of its tokens whole."""
     return total - (1 - 1 / ranks) * total.detach()
