@@ -6,9 +6,8 @@ from __future__ import annotations
 import dataclasses
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from megatron.core.config_base import get_settings
@@ -18,7 +17,7 @@ from megatron.core.tensor_parallel.parameters import parameter_dtype
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.container import RunConfig
 from megatron.training.config.run_groups import group_classes, groups_of_fields
-from megatron.training.flags.derive import expand_short_forms
+from megatron.training.flags.changed_settings import follow_changes, is_default
 from megatron.training.flags.flag import formers_by_name, table_flags, upstream_settings
 from megatron.training.flags.parser import ExtraFlags, drop_unknown
 from megatron.training.flags.read import read_run_config
@@ -39,21 +38,6 @@ _UPSTREAM_NAMES = {
     "num_experts": "num_moe_experts",
     "use_transformer_engine_op_fuser": "compile",
 }
-_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-_BATCH = frozenset({"world_size", "micro_batch_size", *_SIZES})
-_ACTIVATION = frozenset({"swiglu", "geglu", "quick_geglu", "squared_relu", "relu", "openai_gelu"})
-_SHORT_FORMS = _ACTIVATION | {"use_rotary_position_embeddings", "add_position_embedding", "recompute_activations"}
-_FOLLOWING = {
-    "global_batch_size": _BATCH,
-    "eval_global_batch_size": _BATCH,
-    "eval_micro_batch_size": _BATCH,
-    "ffn_hidden_size": {"hidden_size"} | _ACTIVATION,
-    "moe_ffn_hidden_size": {"hidden_size", "ffn_hidden_size"} | _ACTIVATION,
-    "kv_channels": {"hidden_size", "num_attention_heads"},
-    "num_query_groups": {"num_attention_heads", "group_query_attention"},
-    "expert_tensor_parallel_size": {"tensor_model_parallel_size"},
-}
-"""Settings that follow from others where they are not given -> those others."""
 
 
 def parse_args(
@@ -104,7 +88,7 @@ def _list_values(config: RunConfig) -> dict[str, Any]:
     # Where nobody gave it, it follows from bf16 and fp16, and from what a script makes of these later.
     values["params_dtype"] = parameter_dtype(config.model)
     # Programs ask for Transformer Engine's spec, and with it for its names of weights, where this says so.
-    if _is_default(config, "transformer_impl"):
+    if is_default(config, "transformer_impl"):
         values["transformer_impl"] = "transformer_engine"
     return values | {name: values[field] for name, field in _UPSTREAM_NAMES.items()}
 
@@ -122,7 +106,7 @@ def make_run_config(args: Namespace, *, checked: bool = False) -> RunConfig:
         if type(value) is not type(old) or value != old:
             changes[_UPSTREAM_NAMES.get(name, name)] = value
     changed = set(changes) | ({"world_size"} if args.world_size != config.world_size else set())
-    changes |= _follow(config, changes, changed)
+    changes |= follow_changes(config, changes, changed)
     groups: dict[str, Any] = {}
     for group, config_class in group_classes().items():
         own = {name: value for name, value in changes.items() if name in get_settings(config_class)}
@@ -140,28 +124,6 @@ def make_run_config(args: Namespace, *, checked: bool = False) -> RunConfig:
     if checked and (problems := list(made.problems(trains=False))):
         raise ConfigError(problems)
     return made
-
-
-def _follow(config: RunConfig, changes: dict[str, Any], changed: Set[str]) -> dict[str, Any]:
-    """Settings that follow from those that a script has changed: None for them to be derived again where nobody gave
-    them, and what a short form stands for."""
-    is_free = {name: name not in changes and _is_default(config, name) for name in groups_of_fields()}
-    found: dict[str, Any] = {name: None for name, others in _FOLLOWING.items() if others & changed and is_free[name]}
-    if changed & _SHORT_FORMS:
-        draft: Any = SimpleNamespace(
-            model=SimpleNamespace(**vars(config.model)),
-            gpt=SimpleNamespace(**vars(config.gpt) | changes),
-            training=SimpleNamespace(**vars(config.training) | changes),
-        )
-        expand_short_forms(draft)
-        found |= {name: value for name, value in vars(draft.model).items() if value != getattr(config.model, name)}
-    if "num_query_groups" in found and changes.get("group_query_attention", config.gpt.group_query_attention):
-        found["num_query_groups"] = 1
-    return {name: value for name, value in found.items() if name not in changes}
-
-
-def _is_default(config: RunConfig, name: str) -> bool:
-    return config.sources.get(config.flag(name), "default") == "default"
 
 
 def update_args(args: Namespace, config: RunConfig) -> None:

@@ -36,7 +36,8 @@ _LATENT = {
     "num_experts_per_tok": 4, "q_lora_rank": 20,
 }  # fmt: skip
 _LATENT_ONLY = {name: value for name, value in _LATENT.items() if name != "first_k_dense_replace"}
-_INDEXER = {"index_n_heads": 4, "index_head_dim": 8, "index_topk": 5, "mlp_layer_types": ["dense"] + ["sparse"] * 3}
+# So many heads that no key has a product below zero with all of them: of equal scores transformers takes any.
+_INDEXER = {"index_n_heads": 16, "index_head_dim": 8, "index_topk": 5, "mlp_layer_types": ["dense"] + ["sparse"] * 3}
 _GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 16, "sliding_window": 6, "tie_word_embeddings": True}
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 # Norms of heads make much of what nearly cancelled, in transformers too; a larger epsilon keeps the last digits.
@@ -62,7 +63,7 @@ BASES: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": _LATENT_ONLY | _INDEXER | {"indexer_types": ["full", "full", "shared", "shared"]},
     "deepseek_v4": {
         "head_dim": 16, "partial_rotary_factor": 0.25, "q_lora_rank": 20, "o_groups": 2, "o_lora_rank": 10,
-        "sliding_window": 6, "index_n_heads": 4, "index_head_dim": 8, "index_topk": 3, "n_routed_experts": 8,
+        "sliding_window": 6, "index_n_heads": 16, "index_head_dim": 8, "index_topk": 3, "n_routed_experts": 8,
         "num_experts_per_tok": 2, "moe_intermediate_size": 24, "intermediate_size": 24, "swiglu_limit": 1.0,
         "num_key_value_heads": 1,
         "layer_types": ["sliding_attention", "heavily_compressed_attention"] + ["compressed_sparse_attention"] * 2,

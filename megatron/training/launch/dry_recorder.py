@@ -303,8 +303,8 @@ def ready(recorder: DryRecorder) -> Iterator[None]:
         (torch.UntypedStorage, "data_ptr", find_address), (F, "rms_norm", rms_norm),
         (F, "scaled_dot_product_attention", attend), (F, "dropout", drop),
         *((module, "is_cpu", _is_never_cpu) for module in _ASK_WHERE), (launching, "launch", launch),
-        (parameters, "_draw", draw), (select, "CPUFlashKernel", _FilledUp), (block_kernels, "is_cpu", _is_no_tensor),
-        (products, "has_wide_sums", lambda device, dtype: True),
+        (parameters, "draw_values", draw), (select, "CPUFlashKernel", _FilledUp),
+        (block_kernels, "is_cpu", _is_no_tensor), (products, "has_wide_sums", lambda device, dtype: True),
         (launching, "kernels_work", lambda device: importlib.util.find_spec("triton") is not None),
         (grouped_products, "grouped_mm_works", lambda widths, dtype, device: dtype == torch.bfloat16),
     ]  # fmt: skip
