@@ -18,7 +18,7 @@ from megatron.core.models.common.embeddings.attention_temperature import Attenti
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_choice import build_rotary_embeddings
 from megatron.core.models.common.language_module import LanguageModule
-from megatron.core.models.gpt.upstream_arguments import check_arguments, refuse_arguments, take_output_arguments
+from megatron.core.models.gpt.upstream_arguments import check_arguments, refuse_arguments
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.plan.stages import build_pipeline_layout, find_embedding_use, fit_virtual_stages
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
@@ -214,10 +214,11 @@ class GPTModel(LanguageModule):
         inference_context. Raises ConfigError for extra_block_kwargs, padding_mask, is_spec_decode and mtp_kwargs, which
         do not exist here. On a stage without output layer: hidden states [s, b, h].
         """
-        refuse_arguments(
-            extra_block_kwargs=extra_block_kwargs, padding_mask=padding_mask, is_spec_decode=is_spec_decode,
-            mtp_kwargs=mtp_kwargs,
-        )  # fmt: skip
+        if extra_block_kwargs or padding_mask is not None or is_spec_decode or mtp_kwargs:
+            refuse_arguments(
+                extra_block_kwargs=extra_block_kwargs, padding_mask=padding_mask, is_spec_decode=is_spec_decode,
+                mtp_kwargs=mtp_kwargs,
+            )  # fmt: skip
         inference_context = inference_params if inference_context is None else inference_context
         if inference_context is not None and self.pg_collection.cp.size() > 1:
             raise ConfigError(
@@ -276,7 +277,6 @@ class GPTModel(LanguageModule):
         inputs = self._list_layer_inputs(hidden_states, length, inference_context, packed_seq_params, sequence)
         return hidden_states, inputs, None, None, None, padding_mask
 
-    @take_output_arguments
     def _postprocess(
         self,
         hidden_states: Tensor,
@@ -284,21 +284,36 @@ class GPTModel(LanguageModule):
         position_ids: Tensor | None,
         labels: Tensor | None,
         rotary_pos_emb: StageInputs,
-        *,
+        rotary_pos_cos: Tensor | None = None,
+        rotary_pos_sin: Tensor | None = None,
+        mtp_in_postprocess: bool | None = None,
         loss_mask: Tensor | None = None,
+        decoder_input: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        inference_params: InferenceContext | None = None,
         packed_seq_params: PackedSeqParams | None = None,
+        sequence_len_offset: Tensor | None = None,
         runtime_gather_output: bool | None = None,
+        extra_block_kwargs: Mapping[str, Any] | None = None,
         inference_context: InferenceContext | None = None,
+        *,
+        is_spec_decode: bool | None = None,
         further: Sequence[Tensor] = (),
         streams: Tensor | None = None,
     ) -> Tensor:
         """Losses or logits of the decoder's output [s, b, h], or what the next stage gets; arguments as in `forward`.
 
-        Programs override it. rotary_pos_emb: from `_preprocess`. attention_mask: of upstream's signature. further: for
-        each depth of multi-token prediction its hidden states, from an earlier stage. streams: all residual streams of
-        the output, [s, b, n h], where there are several.
+        Programs override it, with upstream's arguments in upstream's order. rotary_pos_emb: from `_preprocess`.
+        mtp_in_postprocess, decoder_input, attention_mask, inference_params: nothing follows from them here. further:
+        for each depth of multi-token prediction its hidden states, from an earlier stage. streams: all residual streams
+        of the output, [s, b, n h], where there are several. Raises ConfigError for the others, which do not exist here.
         """
+        others = rotary_pos_cos, rotary_pos_sin, sequence_len_offset
+        if any(x is not None for x in others) or extra_block_kwargs or is_spec_decode:
+            refuse_arguments(
+                rotary_pos_cos=rotary_pos_cos, rotary_pos_sin=rotary_pos_sin, sequence_len_offset=sequence_len_offset,
+                extra_block_kwargs=extra_block_kwargs, is_spec_decode=is_spec_decode,
+            )  # fmt: skip
         sequence, shift = self._find_sequence(packed_seq_params), None
         if self.config.mtp_num_layers is not None and inference_context is None:
             length = self._sequence_length(hidden_states, sequence)
