@@ -100,7 +100,7 @@ class Courier:
     def __init__(self, command: str | None, webhook: str | None) -> None:
         self._command, self._webhook = shlex.split(command or ""), webhook
         self._waiting: queue.Queue[dict[str, Any] | None] = queue.Queue(_WAITING)
-        self._has_dropped = False
+        self._has_dropped, self._is_closed = False, False
         self._thread = threading.Thread(target=self._work, name="alerts", daemon=True)
         self._thread.start()
 
@@ -114,15 +114,16 @@ class Courier:
             self._has_dropped = True
 
     def close(self, seconds: float = _CLOSING_SECONDS) -> None:
-        """Wait, so long at most, until everything is delivered."""
+        """Wait, so long at most, until everything is delivered; what then still waits is dropped."""
         try:
             self._waiting.put(None, timeout=seconds)
+            self._thread.join(seconds)
         except queue.Full:
-            return
-        self._thread.join(seconds)
+            pass
+        self._is_closed = True
 
     def _work(self) -> None:
-        while (alert := self._waiting.get()) is not None:
+        while (alert := self._waiting.get()) is not None and not self._is_closed:
             content = json.dumps(alert).encode() + b"\n"
             for name, deliver in (("--alert-command", self._run), ("--alert-webhook", self._post)):
                 try:

@@ -83,6 +83,8 @@ def test_nothing_waits_for_a_command_that_hangs(
     assert time.monotonic() - began < 60, "as good as at once"
     assert "dropped" in capfd.readouterr().err
     courier.close(seconds=3.0)
+    courier._thread.join(10.0)
+    assert not courier._thread.is_alive(), "it goes on with what waits"
 
 
 @pytest.mark.flags("--alert-stall-seconds")
