@@ -223,7 +223,7 @@ def imports_of(source: Source) -> Iterator[Import]:
     """The imports of our modules: statements, and calls of importlib.import_module with a name that stands there."""
     # For type checkers alone a file may say which of upstream's names it also has; the facades' tables find them.
     yield from (i for i in source.imports() if ours(i) and not (i.only_types and room_of(i.target) == "facade"))
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Call) and dotted(node.func).endswith("import_module") and node.args:
             target = _written_name(node.args[0])
             if target.split(".")[0] == "megatron":
@@ -240,7 +240,7 @@ def _written_name(argument: ast.expr) -> str:
 def chooses_modules(source: Source) -> list[str]:
     """Places that import a module whose name is not written there. A package may hand on its own children."""
     found = []
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if not (
             isinstance(node, ast.Call) and dotted(node.func).endswith(("import_module", "__import__")) and node.args
         ):
@@ -327,7 +327,7 @@ def says_cuda(source: Source) -> list[str]:
     """Places that name CUDA devices or torch.cuda; words in documentation do not count."""
     texts = docstrings(source.tree)
     found = []
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         attribute = isinstance(node, ast.Attribute) and node.attr == "cuda"
         literal = (
             isinstance(node, ast.Constant)
@@ -344,7 +344,7 @@ def says_cuda(source: Source) -> list[str]:
 def branches_on_device(source: Source) -> list[str]:
     """Places that ask a tensor or a device of what kind it is; only device.py knows what follows from that."""
     found = []
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         asks_tensor = isinstance(node, ast.Attribute) and node.attr in ("is_cuda", "is_cpu")
         if asks_tensor and dotted(node).startswith(("device.is_", "device_module.is_")):
             continue  # the functions of device.py
@@ -362,7 +362,7 @@ def _is_device_kind(node: ast.expr) -> bool:
 
 def reads_environment(source: Source) -> list[str]:
     names = {"os.environ", "os.getenv", "os.putenv", "os.environb"}
-    return [f"{source.relative}:{node.lineno}" for node in ast.walk(source.tree) if dotted(node) in names] + [
+    return [f"{source.relative}:{node.lineno}" for node in source.nodes if dotted(node) in names] + [
         f"{source.relative}:{i.line}" for i in source.imports() if i.target == "os" and i.name in ("environ", "getenv")
     ]
 
@@ -396,7 +396,7 @@ def mutable_state(source: Source) -> list[str]:
                 called = dotted(value.func).split(".")[-1] if isinstance(value, ast.Call) else ""
                 if called in own_classes - _frozen(source.tree) or called in ("ContextVar", "local"):
                     found[target.id] = node.lineno
-    for function in ast.walk(source.tree):
+    for function in source.nodes:
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         for node in ast.walk(function):

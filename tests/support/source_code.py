@@ -24,7 +24,7 @@ class Import:
     """Inside `if TYPE_CHECKING:`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Source:
     """One file."""
 
@@ -47,11 +47,17 @@ class Source:
         """The package that relative imports start from."""
         return self.module if self.path.name == "__init__.py" else self.module.rpartition(".")[0]
 
-    def imports(self) -> list[Import]:
+    @functools.cached_property
+    def nodes(self) -> list[ast.AST]:
+        """The tree's nodes, found once for all the tests that look through them."""
+        return list(ast.walk(self.tree))
+
+    @functools.cache  # noqa: B019 (a source lives as long as the tests)
+    def imports(self) -> tuple[Import, ...]:
         """Every import statement of the file, wherever it stands."""
-        types_only = {id(node) for block in _type_checking_blocks(self.tree) for node in ast.walk(block)}
+        types_only = {id(node) for block in _type_checking_blocks(self.nodes) for node in ast.walk(block)}
         found: list[Import] = []
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             hidden = id(node) in types_only
             if isinstance(node, ast.Import):
                 found += [Import(alias.name, node.lineno, None, hidden) for alias in node.names]
@@ -63,7 +69,7 @@ class Source:
                         found.append(Import(module, node.lineno, None, hidden))
                     else:
                         found.append(Import(base, node.lineno, alias.name, hidden))
-        return found
+        return tuple(found)
 
     def _absolute(self, node: ast.ImportFrom) -> str:
         if not node.level:
@@ -80,12 +86,15 @@ def sources(*places: str) -> tuple[Source, ...]:
     for place in places:
         path = ROOT / place
         paths += sorted(path.rglob("*.py")) if path.is_dir() else [path] if path.exists() else []
-    return tuple(parse(path) for path in paths if "__pycache__" not in path.parts)
+    return tuple(_parse_once(path) for path in paths if "__pycache__" not in path.parts)
 
 
 def parse(path: Path) -> Source:
     text = path.read_text(encoding="utf-8")
     return Source(path, text, ast.parse(text, filename=str(path)))
+
+
+_parse_once = functools.cache(parse)
 
 
 @functools.cache
@@ -125,7 +134,7 @@ def docstrings(tree: ast.AST) -> set[int]:
     }
 
 
-def _type_checking_blocks(tree: ast.AST) -> Iterator[ast.AST]:
-    for node in ast.walk(tree):
+def _type_checking_blocks(nodes: list[ast.AST]) -> Iterator[ast.AST]:
+    for node in nodes:
         if isinstance(node, ast.If) and dotted(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
             yield from node.body

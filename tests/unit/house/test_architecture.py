@@ -181,25 +181,18 @@ def names_of(patterns: list[str]) -> list[str]:
 
 
 def loaded_by(modules: list[str], heavy: Sequence[str] = ("torch", "numpy")) -> dict[str, list[str]]:
-    """Module -> which of the heavy modules it had loaded, importing each in its own fresh interpreter state."""
+    """Module -> which of the heavy modules its import added, when they are imported one after the other."""
     program = textwrap.dedent(
         """
-        import importlib, json, os, sys
-        result = {}
+        import importlib, json, sys
+        result, missing = {}, sys.argv[2:]
         for name in json.loads(sys.argv[1]):
-            read, write = os.pipe()
-            child = os.fork()
-            if child == 0:
-                try:
-                    importlib.import_module(name)
-                    found = [heavy for heavy in sys.argv[2:] if heavy in sys.modules]
-                except BaseException as error:
-                    found = [f"{type(error).__name__}: {error}"]
-                os.write(write, json.dumps(found).encode())
-                os._exit(0)
-            os.close(write)
-            result[name] = json.loads(os.fdopen(read).read())
-            os.waitpid(child, 0)
+            try:
+                importlib.import_module(name)
+                result[name] = [heavy for heavy in missing if heavy in sys.modules]
+            except BaseException as error:
+                result[name] = [f"{type(error).__name__}: {error}"]
+            missing = [heavy for heavy in missing if heavy not in sys.modules]
         print(json.dumps(result))
         """
     )
