@@ -73,7 +73,7 @@ def evaluate(run: Run, batches: Iterator[Batch], iterations: int) -> dict[str, f
         ).loss_dicts
     for chunk in run.model:
         chunk.train()
-    losses = {name: float(loss) for name, loss in reduce_losses(run, loss_dicts).items()}
+    losses = {name: float(loss) for name, loss in reduce_losses(run, loss_dicts, evaluates=True).items()}
     if run.outer is None:
         return losses
     about = f"evaluation after {run.progress.iteration}"

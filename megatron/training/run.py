@@ -250,8 +250,8 @@ class Run:
     stop_reason: str | None = field(default=None, init=False)
     interrupted: bool = field(default=False, init=False)
     """The stop was asked for by Ctrl-C."""
-    loss_names: tuple[str, ...] | None = field(default=None, init=False)
-    """Names of the losses, once the last stage has told the others."""
+    loss_names: dict[bool, tuple[str, ...]] = field(default_factory=dict, init=False)
+    """Names of the losses of training (False) and evaluation (True), once the last stage has told the others."""
 
     @cached_property
     def buffers(self) -> list[torch.Tensor]:

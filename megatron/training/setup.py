@@ -51,6 +51,7 @@ from megatron.training.data.samples import build_batch_size_calculator, count_it
 from megatron.training.hooks.build import build_hooks
 from megatron.training.hooks.dispatch import Hooks
 from megatron.training.hooks.references import complete_references
+from megatron.training.hooks.teacher_logits import write_teacher_logits
 from megatron.training.launch.crash_loop import refuse_crash_loop
 from megatron.training.launch.initialize import Process
 from megatron.training.launch.memory_limits import refuse_oversize
@@ -93,6 +94,7 @@ def setup(config: RunConfig, process: Process, recipe: Recipe, hooks: Sequence[H
         # A checkpoint says which sizes are passed already.
         check_batch_sizes(run)
         complete_references(run)
+        write_teacher_logits(run)
     except BaseException:
         for lock in save_locks:
             lock.release()

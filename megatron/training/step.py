@@ -65,35 +65,38 @@ def compute_gradients(run: Run, batches: Iterator[Batch]) -> None:
     finalize_model_grads(run.model, num_tokens, pg_collection=run.groups, timers=run.timers)
 
 
-def reduce_losses(run: Run, loss_dicts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def reduce_losses(
+    run: Run, loss_dicts: Sequence[dict[str, torch.Tensor]], *, evaluates: bool = False
+) -> dict[str, torch.Tensor]:
     """Sum of losses over sum of tokens, over all microbatches and data-parallel ranks; on every stage the last one's.
 
     loss_dicts: for each microbatch, name -> [2] = (sum over its tokens, number of its tokens); empty before the last
-    stage.
+    stage. evaluates: they are an evaluation's, which may have others than the steps of training.
     """
     means = {}
     for name in loss_dicts[0] if loss_dicts else ():
         total = torch.stack([losses[name].detach() for losses in loss_dicts]).sum(dim=0)
         all_reduce(total, run.groups.dp_cp)
         means[name] = total[0] / total[1].clamp(min=1)
-    return broadcast_from_last_stage(run, means)
+    return broadcast_from_last_stage(run, means, evaluates)
 
 
-def broadcast_from_last_stage(run: Run, means: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def broadcast_from_last_stage(run: Run, means: dict[str, torch.Tensor], evaluates: bool) -> dict[str, torch.Tensor]:
     """The last pipeline stage's scalars on all stages, so that the rank that logs has them."""
     stages = run.groups.pp
     if stages.size() == 1:
         return means
     last = run.groups.last_stage
-    if run.loss_names is None:  # told once, as an object; the values then follow as one tensor without waiting
-        run.loss_names = tuple(broadcast_object(list(means), stages, last))
+    if evaluates not in run.loss_names:  # told once, as an object; the values then follow as one tensor without waiting
+        run.loss_names[evaluates] = tuple(broadcast_object(list(means), stages, last))
+    names = run.loss_names[evaluates]
     if run.groups.is_last_stage:
-        assert tuple(means) == run.loss_names, f"losses {tuple(means)} were {run.loss_names} before"
+        assert tuple(means) == names, f"losses {tuple(means)} were {names} before"
         values = torch.stack([mean.float() for mean in means.values()])
     else:
-        values = torch.empty(len(run.loss_names), device=run.device)
+        values = torch.empty(len(names), device=run.device)
     broadcast(values, stages, last)
-    return dict(zip(run.loss_names, values.unbind(), strict=True))
+    return dict(zip(names, values.unbind(), strict=True))
 
 
 def get_learning_rate(run: Run) -> float:

@@ -67,10 +67,10 @@ def read_commands(heading: str, rate: str, small_rate: str = "1e-2") -> list[str
     section = text.partition(f"## {heading}\n")[2].partition("\n## ")[0]
     commands = [block.replace("\\\n", " ").strip() for block in re.findall(r"```bash\n(.*?)```", section, re.DOTALL)]
     assert len(commands) == 4
-    index = next(index for index, command in enumerate(commands) if " launch " in command)
-    for said, small in (SMALL | {f"--lr {rate}": f"--lr {small_rate}"}).items():
-        assert said in commands[index]
-        commands[index] = commands[index].replace(said, small)
+    for index in [index for index, command in enumerate(commands) if " launch " in command]:
+        for said, small in (SMALL | {f"--lr {rate}": f"--lr {small_rate}"}).items():
+            assert said in commands[index] or said.startswith("--lr-warmup") and "--logits-save-dir" in commands[index]
+            commands[index] = commands[index].replace(said, small)
     return commands
 
 
@@ -109,3 +109,9 @@ def test_the_four_commands_teach_an_answer(tmp_path: Path) -> None:
     printed = [run_command(command, tmp_path) for command in read_commands("Preferences (DPO)", "5e-7", "1e-3")]
     assert ANSWER in printed[0] and ANSWER not in printed[2] and "verified: every weight bit for bit" in printed[3]
     assert "reference log-probabilities: 1 pair by the weights of the beginning" in printed[1]
+
+    # And with what the tuned model finds likely, learnt by the one it came from.
+    heading = "A small model learns from a large one (distillation)"
+    printed = [run_command(command, tmp_path) for command in read_commands(heading, "1e-4")]
+    assert "teacher: 64 tokens at each place of 160 samples in logits" in printed[0] and "kd loss" in printed[1]
+    assert ANSWER in printed[2] and "verified: every weight bit for bit" in printed[3]

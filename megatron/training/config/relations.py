@@ -111,6 +111,27 @@ def training_has_documents(run: RunGroups) -> Iterator[str]:
         )
 
 
+def logits_can_be_kept(run: RunGroups) -> Iterator[str]:
+    """--logits-save-dir and --logits-load-dir read the training data by number, and need whole logits."""
+    distillation = run.distillation
+    asked = next((name for name in ("logits_save_dir", "logits_load_dir") if getattr(distillation, name)), None)
+    if asked is None:
+        return
+    for group, name, reason in (
+        (run.preference, "dpo", "learns from pairs of answers"),
+        (run.model, "mtp_num_layers", "has losses of further tokens"),
+        (run.model, "loss_chunk_size", "never has the logits of a whole sequence"),
+        (run.model, "hybrid_context_parallel", "shares every batch among other ranks"),
+        (run.training, "phase_transition_iterations", "changes the data on the way"),
+    ):
+        if getattr(group, name):
+            yield f"{run.flag(asked)} needs the logits of each sample, {run.say(name)} {reason}; leave out one of them"
+    if run.data.dataloader_type == "external":
+        yield f"{run.flag(asked)} reads samples by number, {run.say('dataloader_type')} has none; leave out one of them"
+    if distillation.logits_save_dir is not None and run.checkpoint.save is not None:
+        yield f"--logits-save-dir trains nothing that {run.say('save')} could keep; leave that out"
+
+
 def pairs_can_be_compared(run: RunGroups) -> Iterator[str]:
     """--dpo reads pairs of answers, and knows their log-probabilities only."""
     if not run.preference.dpo:
@@ -405,8 +426,8 @@ LOOP_RELATIONS = (
 )  # fmt: skip
 """Relations that only our loop needs: a program with another loop need not say how long it trains."""
 RELATIONS = (
-    run_is_described, training_has_documents, pairs_can_be_compared, batch_is_divisible, evaluation_batch_is_divisible,
-    growing_batch_is_possible, phases_have_one_batch_size,
+    run_is_described, training_has_documents, pairs_can_be_compared, logits_can_be_kept, batch_is_divisible,
+    evaluation_batch_is_divisible, growing_batch_is_possible, phases_have_one_batch_size,
     units_agree, there_is_a_step, warmup_ends_before_the_decay, warmup_rises,
     final_decay_has_a_length,
     constant_weight_decay_is_said_once, weights_come_from_somewhere, checkpoint_format_fits_the_sharding,

@@ -15,6 +15,7 @@ from megatron.core.setting import Setting
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig, TokenizerConfig
+from megatron.training.config.distillation import DistillationConfig
 from megatron.training.config.distributed import DistributedInitConfig
 from megatron.training.config.in_process import InProcessConfig
 from megatron.training.config.logging import LoggerConfig
@@ -40,6 +41,7 @@ class RunGroups:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     data: DataConfig = field(default_factory=DataConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)

@@ -25,7 +25,7 @@ _MOST_PROCESSES = 4
 _HEADS = 4
 _LENGTH = 64
 # What is read, written and profiled; the small tokenizer is given below.
-_GROUPS_LEFT_OUT = ("checkpoint", "preference", "profiling", "tokenizer")
+_GROUPS_LEFT_OUT = ("checkpoint", "distillation", "preference", "profiling", "tokenizer")
 # The same among settings of other groups, and what belongs to numbers of layers, samples or ranks that change.
 _LEFT_OUT = frozenset(
     """

@@ -3,29 +3,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
-
-import torch
+from collections.abc import Sequence
+from typing import Any
 
 from megatron.core.collectives import all_gather_object, broadcast_object
 from megatron.core.errors import ConfigError, say
 from megatron.training.checkpoint.foreign_files import load_adapter
 from megatron.training.checkpoint.restore import load_checkpoint, load_weights
-from megatron.training.data.loading import SPLITS, load_samples
-from megatron.training.data.samples import PADDING, WholeSampler
+from megatron.training.data.loading import SPLITS
+from megatron.training.hooks.forward_passes import PassProgress, pass_over
 from megatron.training.recipes.preference import PreferenceStep, References
 from megatron.training.run import Run
 
-if TYPE_CHECKING:
-    from megatron.training.data.loading import Batch
-
 _REPORTED = ("numbers", "log_probs", "lengths")
-_LINE_SECONDS = 10.0
-"""Between two lines that say how far the pass is."""
 
 
 def complete_references(run: Run) -> None:
@@ -42,27 +32,21 @@ def complete_references(run: Run) -> None:
     count = sum(len(indices) for parts in wanted.values() for indices in parts)
     directory = _choose_weights(run, count)
     found = dict(known)
-    done, started_at = 0, time.monotonic()
-    told_at = started_at
+    progress = PassProgress(run, "reference log-probabilities", count, "pairs")
     for name, parts in wanted.items():
-        for part, indices in enumerate(parts):
-            for measured in _measure(run, step, name, part, indices):
+        for dataset, indices in zip(run.data.parts(name), parts, strict=True):
+            for reports in pass_over(run, step.measure, dataset, name, indices):
+                measured = _gather(run, reports)
                 found |= measured
-                done, now = done + len(measured), time.monotonic()
-                if run.is_first_rank and now - told_at > _LINE_SECONDS:
-                    told_at, rate = now, done / (now - started_at)
-                    say(
-                        f"reference log-probabilities: {done} of {count} pairs, {rate:.1f} pairs/s, "
-                        f"{(count - done) / rate:.0f} s left"
-                    )
+                progress.add(len(measured))
     if directory is not None and count:
         # What the run goes on with, once more.
         load_checkpoint(run)
         load_adapter(run)
     if run.is_first_rank and count:
         source = directory or "the weights of the beginning"
-        pairs, seconds = f"{count} pair{'s' if count > 1 else ''}", time.monotonic() - started_at
-        say(f"reference log-probabilities: {pairs} by {source}, {seconds:.1f} s")
+        pairs = f"{count} pair{'s' if count > 1 else ''}"
+        say(f"reference log-probabilities: {pairs} by {source}, {progress.seconds:.1f} s")
     step.set_references(found, run.device)
 
 
@@ -97,34 +81,6 @@ def _list_new_pairs(run: Run, split: str, seen: set[int]) -> list[list[int]]:
                 new.append(index)
         found.append(new)
     return found
-
-
-@torch.no_grad()
-def _measure(run: Run, step: PreferenceStep, split: str, part: int, indices: Sequence[int]) -> Iterator[References]:
-    """Log-probabilities of some samples' answers, a global batch of an evaluation at a time; the same on all ranks."""
-    # Each site measures all pairs, so that none need be exchanged.
-    settings = dataclasses.replace(
-        run.data.settings.choose_split(split), dp_rank=run.groups.dp.rank(), dp_size=run.groups.dp.size()
-    )
-    microbatches = run.evaluation_batch_size // run.evaluation_samples_per_microbatch
-    per_batch = settings.micro_batch_size * settings.dp_size * microbatches
-    rounds = -(len(indices) // -per_batch)
-    sampler = WholeSampler(
-        len(indices), rounds * microbatches, settings.micro_batch_size, settings.dp_rank, settings.dp_size
-    )
-    chosen = [[PADDING if place == PADDING else indices[place] for place in places] for places in sampler]
-    actions = run.evaluation_schedule(microbatches)
-    batches: Iterator[Batch] = load_samples(run.data.parts(split)[part], split, chosen, settings)
-    for chunk in run.model:
-        chunk.eval()
-    with contextlib.closing(batches):  # type: ignore[type-var]
-        for _ in range(rounds):
-            outputs = run.executor.run(
-                actions, step.measure, batches, forward_only=True, activation_shape=run.evaluation_shape
-            )
-            yield _gather(run, outputs.loss_dicts)
-    for chunk in run.model:
-        chunk.train()
 
 
 def _gather(run: Run, measured: Sequence[dict[str, Any]]) -> References:

@@ -63,7 +63,11 @@ def build_gpt_recipe(config: RunConfig, tokenizer: Tokenizer | None = None) -> R
 
 
 def build_forward_step(config: RunConfig) -> Callable[..., Any]:
-    """The forward step of the run: a language model's, or with --dpo a step on pairs of answers."""
+    """The forward step of the run: a language model's, a student's with a teacher's logits, or one on pairs."""
+    if config.distillation.logits_load_dir is not None:
+        from megatron.training.recipes.distillation import StudentStep
+
+        return StudentStep(config.distillation.logits_load_kd_loss_alpha)
     if not config.preference.dpo:
         return forward_step
     from megatron.training.recipes.preference import PreferenceStep

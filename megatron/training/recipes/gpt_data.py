@@ -11,6 +11,7 @@ from megatron.core.errors import ConfigError, DataError
 from megatron.training.config.container import RunConfig
 from megatron.training.config.data import DataConfig
 from megatron.training.recipes.recipe import SampleCounts
+from megatron.training.recipes.vocabulary import compute_vocab_size
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +39,13 @@ def build_gpt_datasets(config: RunConfig, tokenizer: Tokenizer, num_samples: Sam
         )
     dataset_class, dataset_config = choose_dataset(config, tokenizer)
     # lambda: True: every rank builds its datasets; the cache lets only the first one compute the indices.
-    return BlendedMegatronDatasetBuilder(dataset_class, num_samples, lambda: True, dataset_config).build()
+    train, *others = BlendedMegatronDatasetBuilder(dataset_class, num_samples, lambda: True, dataset_config).build()
+    if config.distillation.logits_load_dir is not None and train is not None:
+        from megatron.training.recipes.distillation import attach_teacher
+
+        vocab_size = compute_vocab_size(config, tokenizer)
+        train = attach_teacher(config.distillation, train, dataset_config.sequence_length, vocab_size)
+    return [train, *others]
 
 
 def choose_dataset(config: RunConfig, tokenizer: Tokenizer) -> tuple[type[MegatronDataset], GPTDatasetConfig]:
