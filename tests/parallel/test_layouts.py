@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every layout is the same run: one table of layouts, each compared with one process over ten steps.
+"""Every layout is the same run: one table of layouts, each compared with one process over five steps.
 
 Losses agree to 1e-5 (relative), the first iteration's gradients and every updated weight to 1e-4 of the tensor's
 largest element after gathering, and processes that hold the same elements agree bit for bit. Everything is the real
 thing: flags, setup, MockGPTDataset, the step; every rank has at least two microbatches, so that gradients accumulate.
 The usual table has layouts of up to four processes, most of them with one style of model.
 
-    MEGATRON_ALL_LAYOUTS=1 bash tests/run.sh tests/parallel/test_layouts.py      all layouts and styles, 8 processes
+    MEGATRON_ALL_LAYOUTS=1 bash tests/run.sh tests/parallel/test_layouts.py      all, of 8 processes, over ten steps
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron.training.verify.parity_layouts import parse_layout
 from tests.parallel.harness import run_distributed
 from tests.parallel.small_training import OPTIONS, STYLES, own_rank, training
 
-ITERATIONS = 10
+ITERATIONS = 10 if os.environ.get("MEGATRON_ALL_LAYOUTS") else 5
 MICRO_BATCH = "--micro-batch-size 3"  # four microbatches for one replica
 TWO = "--micro-batch-size=2"  # so that three replicas share the batch
 ONE = "--micro-batch-size=1"  # so that four do
@@ -123,4 +123,4 @@ def test_model_options_do_not_depend_on_the_layout(style: str, layout: str) -> N
 
 def test_the_reference_learns() -> None:
     losses = [losses["lm loss"] for losses in reference("gpt2").losses]
-    assert losses[-1] < losses[0] - 0.05
+    assert losses[-1] < losses[0] - 0.03, losses
