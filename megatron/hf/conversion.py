@@ -210,9 +210,9 @@ def _check_tensors(
             problems.append(f"{name} is {stored.shape} in {stored.file.name}, and config.json makes it {shape}")
     layers = entries[0].config.num_layers or 0
     notes, unused, left_out = [], [], []
-    sees_images = any(name.startswith(_TEXT_PREFIXES) for name in expected)
+    sees_images = any(name.startswith(_TEXT_PREFIXES) for name in expected)  # `visual.`: Qwen2-VL without prefixes
     of_text = (*_TEXT_PREFIXES, "lm_head.", *family.left_out)
-    of_images = [name for name in tensors.contents if sees_images and not name.startswith(of_text)]
+    of_images = [n for n in tensors.contents if n.startswith("visual.") or (sees_images and not n.startswith(of_text))]
     if of_images:
         notes.append(f"{len(of_images)} tensors are left out, which are not of the text model: {of_images[0]}, ...")
     for name in sorted(set(tensors.contents) - set(expected) - set(of_images)):

@@ -15,12 +15,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.agreement import on_first_rank
 from megatron.core.dist_checkpointing.mapping import model_state
@@ -28,6 +28,7 @@ from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_mlp_module_spec
 from megatron.core.models.multimodal.llava_model import LLaVAModel
 from megatron.core.models.vision.clip_vit_model import CLIPViTModel
+from megatron.core.models.vision.qwen2_vl_vision_model import Qwen2VLVisionModel
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
 from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -38,7 +39,7 @@ from megatron.hf.conversion import Source, open_source, write_json_and_files
 from megatron.hf.entries import Entry, list_shapes, list_their_shapes
 from megatron.hf.rows import list_names, read_part, split_name
 from megatron.hf.tensor_files import write_tensors
-from megatron.hf.vision_towers import ImageSettings, find_aliases, is_passed_over, read_image_settings
+from megatron.hf.vision_towers import PREFIXES, ImageSettings, find_aliases, is_passed_over, read_image_settings
 from megatron.hf.weight_stream import WeightStream
 from megatron.training.recipes.family import find_row
 from megatron.training.recipes.gpt import build_gpt_model
@@ -142,8 +143,9 @@ class ImageTextBridge:
             tensor_model_parallel_size=tp, pipeline_model_parallel_size=stages, init_model_with_meta_device=on_meta,
             **changes,
         )  # fmt: skip
-        config = self.config.with_groups(model=text)
         settings = read_image_settings(self._fields, self._source.path / CONFIG_JSON, text)
+        text.mrope_section = settings.sections
+        config = self.config.with_groups(model=text)
         vocab_size = self._vocab_size
         size: dict[str, Any] = {
             "patch_dim": settings.patch_size,
@@ -157,10 +159,7 @@ class ImageTextBridge:
             settings.drops_class_token, settings.projection, get_mlp_module_spec().submodules,
             pre_process=stage == 0, post_process=stage == stages - 1, image_token_index=settings.image_token,
             pg_collection=groups, **size,
-            build_vision_model=functools.partial(
-                CLIPViTModel, settings.vision, get_vit_layer_with_local_spec(), ln_post_impl=None,
-                add_class_token=settings.tower.subtype == "clip", model_subtype=settings.tower.subtype, **size,
-            ),
+            build_vision_model=_choose_vision_model(settings, size), merge=settings.merge,
             # Rows are added where the ranks could not share the vocabulary.
             build_language_model=functools.partial(build_gpt_model, config, -(-vocab_size // tp) * tp),
         )  # fmt: skip
@@ -215,7 +214,7 @@ class ImageTextBridge:
                 problems.append(f"{name} is {stored.shape} in {stored.file.name}, and config.json makes it {shape}")
         further = sorted(set(contents) - set(expected))
         # What the text model leaves out has been judged when its source was opened.
-        of_images = [name for name in further if "vision_tower." in name or "multi_modal_projector." in name]
+        of_images = [name for name in further if name.removeprefix("model.").startswith(PREFIXES)]
         problems += [
             f"{name} in {contents[name].file.name} belongs to no model of this form"
             for name in of_images
@@ -228,3 +227,16 @@ class ImageTextBridge:
                 f"{'; '.join(problems[:5])}{more}"
             )
         return further
+
+
+def _choose_vision_model(settings: ImageSettings, size: Mapping[str, Any]) -> Callable[..., nn.Module]:
+    """The constructor of the tower, without its groups. size: of patches and images."""
+    spec, subtype = get_vit_layer_with_local_spec(), settings.tower.subtype
+    if settings.merge is not None:
+        return functools.partial(
+            Qwen2VLVisionModel, settings.vision, spec, settings.patch_size, settings.frames, settings.merge
+        )
+    return functools.partial(
+        CLIPViTModel, settings.vision, spec, ln_post_impl=None, add_class_token=subtype == "clip",
+        model_subtype=subtype, **size,
+    )  # fmt: skip

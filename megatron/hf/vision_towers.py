@@ -9,7 +9,7 @@ Rows are as in `family.py`. Their names are as transformers writes them; publish
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ from megatron.core.errors import CheckpointError
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.recipes.family import Row
 
-_TOWER = "vision_tower."
+_TOWER, _PROJECTOR, _QWEN = "vision_tower.", "multi_modal_projector.", "visual."
+PREFIXES = (_TOWER, _PROJECTOR, _QWEN)
+"""Beginnings of the names of what sees images."""
 _OURS, _THEIRS = "decoder.layers.{layer}.", _TOWER + "encoder.layers.{layer}."
 _ACTIVATIONS = {
     "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "quick_gelu": "quick_gelu",
@@ -46,8 +48,24 @@ _ROWS = (
     *_build_pairs(f"{_OURS}mlp.linear_fc2", f"{_THEIRS}mlp.fc2"),
     *_build_pairs("conv1", f"{_TOWER}embeddings.patch_embedding"),
     Row("position_embeddings.weight", (f"{_TOWER}embeddings.position_embedding.weight",)),
-    *_build_pairs("encoder.linear_fc1", "multi_modal_projector.linear_1"),
-    *_build_pairs("encoder.linear_fc2", "multi_modal_projector.linear_2"),
+    *_build_pairs("encoder.linear_fc1", f"{_PROJECTOR}linear_1"),
+    *_build_pairs("encoder.linear_fc2", f"{_PROJECTOR}linear_2"),
+)
+_BLOCK = _QWEN + "blocks.{layer}."
+_QWEN_ROWS = (
+    *_build_pairs(f"{_OURS}input_layernorm", f"{_BLOCK}norm1"),
+    *(
+        Row(f"{_OURS}self_attention.linear_qkv.{name}", (f"{_BLOCK}attn.qkv.{name}",), "qkv")
+        for name in ("weight", "bias")
+    ),
+    *_build_pairs(f"{_OURS}self_attention.linear_proj", f"{_BLOCK}attn.proj"),
+    *_build_pairs(f"{_OURS}pre_mlp_layernorm", f"{_BLOCK}norm2"),
+    *_build_pairs(f"{_OURS}mlp.linear_fc1", f"{_BLOCK}mlp.fc1"),
+    *_build_pairs(f"{_OURS}mlp.linear_fc2", f"{_BLOCK}mlp.fc2"),
+    Row("conv1.weight", (f"{_QWEN}patch_embed.proj.weight",)),
+    *_build_pairs("ln_post", f"{_QWEN}merger.ln_q"),
+    *_build_pairs("encoder.linear_fc1", f"{_QWEN}merger.mlp.0"),
+    *_build_pairs("encoder.linear_fc2", f"{_QWEN}merger.mlp.2"),
 )
 
 
@@ -58,7 +76,7 @@ class VisionTower:
     model_type: str
     """`model_type` of their `vision_config`."""
     subtype: str
-    """`model_subtype` of CLIPViTModel."""
+    """`model_subtype` of CLIPViTModel; "": it is a Qwen2VLVisionModel."""
     defaults: Mapping[str, Any]
     """Fields of their config, and what they are where a file leaves them out."""
     rows: tuple[Row, ...]
@@ -86,11 +104,19 @@ TOWERS = (
         rows=_ROWS,
     ),
 )  # fmt: skip
+QWEN2_VL = VisionTower(
+    model_type="qwen2_vl_vision", subtype="",
+    defaults={
+        "depth": 32, "embed_dim": 1280, "hidden_act": "quick_gelu", "mlp_ratio": 4, "num_heads": 16, "in_channels": 3,
+        "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2,
+    },
+    rows=_QWEN_ROWS,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ImageSettings:
-    """The parts of a model of LLaVA's form that see images, as its config.json says them."""
+    """The parts of a model that see images, as its config.json says them."""
 
     tower: VisionTower
     vision: TransformerConfig
@@ -100,6 +126,12 @@ class ImageSettings:
     patch_size: int
     drops_class_token: bool
     image_token: int
+    merge: int | None = None
+    """Patches of a side of the square that one feature is of, where images are of several sizes."""
+    frames: int = 1
+    """That a patch reaches over."""
+    sections: list[int] | None = None
+    """`mrope_section` of the text model."""
 
 
 def read_image_settings(fields: Mapping[str, Any], where: Path, text: TransformerConfig) -> ImageSettings:
@@ -109,8 +141,15 @@ def read_image_settings(fields: Mapping[str, Any], where: Path, text: Transforme
     def refuse(name: str, value: object, expected: str) -> CheckpointError:
         return CheckpointError(f"{where}: {name} is {value!r}; it must be {expected}")
 
+    of_both: dict[str, Any] = {
+        name: getattr(text, name)
+        for name in ("tensor_model_parallel_size", "params_dtype", "bf16", "fp16", "perform_initialization", "seed",
+                     "use_cpu_initialization", "init_model_with_meta_device")
+    } | {"hidden_dropout": 0.0}  # fmt: skip
+    if fields.get("model_type") == "qwen2_vl":
+        return _read_qwen2_vl(fields, text, of_both, refuse)
     if fields.get("model_type") != "llava":
-        raise refuse("model_type", fields.get("model_type"), "llava, the form of model whose images are converted")
+        raise refuse("model_type", fields.get("model_type"), "llava or qwen2_vl, whose images are converted")
     stated: Mapping[str, Any] = fields.get("vision_config") or {}
     kind = stated.get("model_type", "clip_vision_model")
     tower = next((tower for tower in TOWERS if tower.model_type == kind), None)
@@ -129,11 +168,6 @@ def read_image_settings(fields: Mapping[str, Any], where: Path, text: Transforme
         raise refuse("vision_config.num_channels", vision["num_channels"], "3")
     if not fields.get("multimodal_projector_bias", True):
         raise refuse("multimodal_projector_bias", False, "true")
-    of_both: dict[str, Any] = {
-        name: getattr(text, name)
-        for name in ("tensor_model_parallel_size", "params_dtype", "bf16", "fp16", "perform_initialization", "seed",
-                     "use_cpu_initialization", "init_model_with_meta_device")
-    } | {"hidden_dropout": 0.0}  # fmt: skip
 
     def find_activation(name: str, value: object) -> str:
         if value not in _ACTIVATIONS:
@@ -156,6 +190,39 @@ def read_image_settings(fields: Mapping[str, Any], where: Path, text: Transforme
     return ImageSettings(
         tower, vision_config, projection, vision["image_size"], vision["patch_size"], strategy == "default", token
     )
+
+
+def _read_qwen2_vl(
+    fields: Mapping[str, Any],
+    text: TransformerConfig,
+    of_both: Mapping[str, Any],
+    refuse: Callable[[str, object, str], CheckpointError],
+) -> ImageSettings:
+    """The same of Qwen2-VL. of_both: fields of both parts. refuse: makes the error for a field."""
+    stated = fields.get("vision_config") or {}
+    vision = {**QWEN2_VL.defaults, **stated}
+    width, merge = vision["embed_dim"], vision["spatial_merge_size"]
+    if vision["hidden_act"] != "quick_gelu":
+        raise refuse("vision_config.hidden_act", vision["hidden_act"], "quick_gelu")
+    if vision["in_channels"] != 3:
+        raise refuse("vision_config.in_channels", vision["in_channels"], "3")
+    # Written with either name, and by earlier releases at the top.
+    inner = fields.get("text_config") or fields
+    rope = inner.get("rope_parameters") or inner.get("rope_scaling") or {}
+    both = dict(of_both) | {"attention_dropout": 0.0, "layernorm_epsilon": 1e-6}
+    vision_config = TransformerConfig(
+        num_layers=vision["depth"], hidden_size=width, ffn_hidden_size=int(width * vision["mlp_ratio"]),
+        num_attention_heads=vision["num_heads"], activation_func="quick_gelu", **both,
+    )  # fmt: skip
+    projection = TransformerConfig(
+        num_layers=1, hidden_size=text.hidden_size, ffn_hidden_size=width * merge**2,
+        num_attention_heads=text.tensor_model_parallel_size, activation_func="gelu", **both,
+    )  # fmt: skip
+    return ImageSettings(
+        QWEN2_VL, vision_config, projection, vision["patch_size"], vision["patch_size"], drops_class_token=False,
+        image_token=fields.get("image_token_id", 151655), merge=merge, frames=vision["temporal_patch_size"],
+        sections=rope.get("mrope_section", [16, 24, 24]),
+    )  # fmt: skip
 
 
 def is_passed_over(name: str, settings: ImageSettings) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,17 +15,21 @@ from megatron.core.mesh import RankGrid
 from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
 from tests.parallel.harness import distributed
-from tests.support.image_models import LONGEST, TILES, build_image_model, make_batch
+from tests.support.image_models import LONGEST, QWEN_SIZES, TILES, build_image_model, make_batch, make_patches
 
-LONGER = 18
-"""Places of the longer of the two sequences: 6 tokens of text, 3 tiles of 4 features."""
+LONGER = {False: 18, True: 12}
+"""Places of the longer of the two sequences: 6 tokens of text, 3 tiles of 4 features, or 6 features."""
 
 
-def compute(groups: ProcessGroupCollection, *, sequence_parallel: bool = False) -> dict[str, torch.Tensor]:
+def compute(
+    groups: ProcessGroupCollection, *, is_qwen: bool, sequence_parallel: bool = False
+) -> dict[str, torch.Tensor]:
     """The weighted losses under "loss", and the whole gradient of every parameter of this stage by name."""
-    model = build_image_model(groups, sequence_parallel=sequence_parallel)
+    model = build_image_model(groups, sequence_parallel=sequence_parallel, is_qwen=is_qwen)
     images, ids, labels = make_batch()
-    inputs = (images, ids, None, None, labels, None, None, TILES)
+    inputs: tuple[Any, ...] = (images, ids, None, None, labels, None, None, TILES)
+    if is_qwen:
+        inputs = (make_patches(), ids, None, None, labels, *[None] * 6, QWEN_SIZES)
     found = {}
     if groups.pp.size() == 1 or groups.pp.rank() == 0:
         output, weights = model(*inputs)
@@ -39,7 +44,7 @@ def compute(groups: ProcessGroupCollection, *, sequence_parallel: bool = False) 
         model.set_input_tensor(states.requires_grad_())
         output, weights = model(*inputs)
     if weights is not None:
-        found["loss"] = (output * weights).detach()[:, :LONGER]  # what fills up differs
+        found["loss"] = (output * weights).detach()[:, : LONGER[is_qwen]]  # what fills up differs
         (output * weights).sum().backward()
         if groups.pp.rank():
             assert states.grad is not None
@@ -55,12 +60,17 @@ def compute(groups: ProcessGroupCollection, *, sequence_parallel: bool = False) 
 
 @distributed(2)
 def test_two_processes_compute_what_one_does() -> None:
-    expected = compute(ProcessGroupCollection.single())
+    for is_qwen in (False, True):
+        check_layouts(is_qwen=is_qwen)
+
+
+def check_layouts(*, is_qwen: bool) -> None:
+    expected = compute(ProcessGroupCollection.single(), is_qwen=is_qwen)
     rank = dist.get_rank()
     tensor = ProcessGroupCollection.build(RankGrid(2, tp=2), rank)
     pipeline = ProcessGroupCollection.build(RankGrid(2, pp=2), rank)
     for groups, sequence_parallel in ((tensor, False), (tensor, True), (pipeline, False)):
-        found = compute(groups, sequence_parallel=sequence_parallel)
+        found = compute(groups, is_qwen=is_qwen, sequence_parallel=sequence_parallel)
         assert {*itertools.chain(*all_gather_object(sorted(found), groups.world))} == expected.keys()
         for name, value in found.items():
             told = functools.partial("{}: {}".format, name)

@@ -25,9 +25,9 @@ class Rotation(NamedTuple):
     are paired; a layer without rotary positions may still have a factor on queries, and angles of no channels."""
 
     cos: Tensor
-    """[s, rotated / 2] float32."""
+    """[s, rotated / 2] float32; [s, b, rotated / 2] where each sequence has other positions."""
     sin: Tensor
-    """[s, rotated / 2] float32."""
+    """The same."""
     interleaved: bool
     query_scale: Tensor | None = None
     """[s, 1, 1, 1] float32, a factor on queries that goes with their positions; None for none."""
@@ -46,7 +46,8 @@ def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 def _angles(rotation: Rotation, x: Tensor) -> tuple[Tensor, Tensor]:
-    shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (rotation.cos.shape[-1],)  # [s, 1, ..., rotated / 2]
+    own, every = rotation.cos.shape[:-1], (1,) * (x.dim() - rotation.cos.dim())
+    shape = (*own, *every, rotation.cos.shape[-1])  # [s, 1 or b, 1, ..., rotated / 2]
     # Computed in float32 and rounded last: large positions times frequencies have no digits left in 16 bits.
     return rotation.cos.view(shape).to(x.dtype), rotation.sin.view(shape).to(x.dtype)
 
@@ -67,7 +68,12 @@ def apply_rotary(x: Tensor, rotation: Rotation) -> Tensor:
     return turned if is_whole else torch.cat((turned, x[..., rotation.channels :]), dim=-1)
 
 
-@by_kernel("megatron.core.kernels.rotary:rotate_heads", "x")
+def _are_alike(x: Tensor, rotation: Rotation) -> bool:
+    """Return whether all sequences have the same positions, as kernels take them."""
+    return rotation.cos.dim() == 2
+
+
+@by_kernel("megatron.core.kernels.rotary:rotate_heads", "x", fits=_are_alike)
 def rotate_heads(x: Tensor, rotation: Rotation) -> Tensor:
     """`apply_rotary`, by a kernel where one runs."""
     return apply_rotary(x, rotation)
@@ -170,8 +176,9 @@ class _SplitAndRotate(torch.autograd.Function):
 
 
 @by_kernel(
-    "megatron.core.kernels.rotary:split_and_rotate", "packed", fits=lambda packed, heads, rotation: rotation is not None
-)
+    "megatron.core.kernels.rotary:split_and_rotate", "packed",
+    fits=lambda packed, heads, rotation: rotation is not None and _are_alike(packed, rotation),
+)  # fmt: skip
 def split_and_rotate(packed: Tensor, heads_per_group: int, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
     """`split_qkv`, then `apply_rotary` on queries and keys, in the memory of `packed`, which is overwritten."""
     if torch.is_inference_mode_enabled() and is_cpu(packed):

@@ -25,8 +25,6 @@ inference.inference_client InferenceClient
 inference.shards build_inference_pg_collection
 inference.text_generation_server.dynamic_text_gen_server.text_generation_server start_text_gen_server""",
     "--log-memory-interval tells a device's memory": "inference.utils device_memory_summary",
-    "positions count one sequence; models with positions of three kinds are not part of this system":
-        "models.common.embeddings.rotary_pos_embedding MultimodalRotaryEmbedding",
     "experts' exchange runs beside computation by --overlap-moe-expert-parallel-comm":
         "models.common.model_chunk_schedule_plan TransformerModelChunkSchedulePlan",
     "attention is SelfAttention or MLASelfAttention; give one of your own by --spec or in a ModuleSpec": """

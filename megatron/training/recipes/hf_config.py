@@ -45,10 +45,28 @@ def read_model_fields(path: Path) -> dict[str, Any]:
 def take_text_model(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Of a model that sees images, too, the fields of the part that reads and writes text; else all."""
     text = fields.get("text_config")
-    if not isinstance(text, Mapping):
-        return dict(fields)
-    of_all = ("torch_dtype", "dtype", "quantization_config")
-    return {name: fields[name] for name in of_all if name in fields} | dict(text)
+    is_qwen2_vl = str(fields.get("model_type")).startswith("qwen2_vl")
+    if isinstance(text, Mapping):
+        of_all = ("torch_dtype", "dtype", "quantization_config", *(("tie_word_embeddings",) if is_qwen2_vl else ()))
+        text = {name: fields[name] for name in of_all if name in fields} | dict(text)
+    else:
+        text = dict(fields)
+    return _read_as_qwen2(text) if is_qwen2_vl else text
+
+
+def _read_as_qwen2(text: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of Qwen2-VL's text model as Qwen 2's, which it is where a text has no images."""
+    ropes = {name: dict(text[name]) for name in ("rope_parameters", "rope_scaling") if isinstance(text.get(name), dict)}
+    for rope in ropes.values():
+        rope.pop("mrope_section", None)
+        for name in ("rope_type", "type"):
+            if rope.get(name) == "mrope":
+                rope[name] = "default"
+    usual = {"rms_norm_eps": 1e-5} | ({} if "rope_parameters" in text else {"rope_theta": 1000000.0})
+    of_images = ("vision_config", "vision_start_token_id", "vision_end_token_id", "vision_token_id", "image_token_id",
+                 "video_token_id")  # fmt: skip
+    kept = {name: value for name, value in text.items() if name not in of_images}
+    return usual | kept | ropes | {"model_type": "qwen2"}
 
 
 def find_family_of(fields: Mapping[str, Any], where: Path, families: Sequence[Family] = FAMILIES) -> Family:

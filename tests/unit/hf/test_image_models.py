@@ -53,12 +53,43 @@ def test_logits_and_weights_are_theirs(tmp_path: Path, tower: str, layer: int, s
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
     assert not torch.allclose(ours(images.flip(0), torch.tensor([tokens]), None)[0], logits, atol=1e-3)
 
-    bridge.save_hf(tmp_path / "back")
-    assert_same_tensors(read_all(tmp_path / "back"), read_all(tmp_path / "hf"))
-    assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads(
-        (tmp_path / "hf" / "config.json").read_text()
-    )
+    assert_written_again(bridge, tmp_path)
     assert (tmp_path / "back" / "preprocessor_config.json").read_text() == "{}"
+
+
+def assert_written_again(bridge: ImageTextBridge, directory: Path) -> None:
+    bridge.save_hf(directory / "back")
+    assert_same_tensors(read_all(directory / "back"), read_all(directory / "hf"))
+    configs = [json.loads((directory / name / "config.json").read_text()) for name in ("back", "hf")]
+    assert configs[0] == configs[1]
+
+
+def test_qwen2_vl_with_images_of_several_sizes(tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+    text = {name: value for name, value in TEXT.items() if name != "model_type"}
+    config = transformers.Qwen2VLConfig(
+        text_config=text | {"rope_parameters": rope, "bos_token_id": 0, "eos_token_id": 0}, image_token_id=IMAGE,
+        vision_config={"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2},
+    )  # fmt: skip
+    theirs: Any = randomised(transformers.Qwen2VLForConditionalGeneration(config))
+    theirs.save_pretrained(tmp_path / "hf")
+    bridge = ImageTextBridge.from_hf_pretrained(tmp_path / "hf")
+    ours = bridge.to_megatron()
+    # Frames, rows and columns of patches; four patches are one feature.
+    sizes = torch.tensor([[1, 4, 6], [1, 2, 8], [1, 6, 2]])
+    patches = torch.randn(int(sizes.prod(1).sum()), 96)
+    tokens = [[1, IMAGE, 5, 6, IMAGE, 9], [2, 3, 4, 7, IMAGE, 8, 9, 1, 1, 1, 1, 1]]
+    features = iter([6, 4, 3])
+    repeated = torch.tensor(
+        [[token for token in row for _ in range(next(features) if token == IMAGE else 1)] for row in tokens]
+    )
+    expected = theirs(
+        input_ids=repeated, pixel_values=patches, image_grid_thw=sizes, mm_token_type_ids=(repeated == IMAGE).int()
+    ).logits
+    rows = torch.tensor([tokens[0] + [0] * 6, tokens[1]])
+    logits, _ = ours(patches, rows, None, imgs_sizes=sizes)
+    torch.testing.assert_close(logits[:, :14], expected, rtol=0, atol=1e-5)
+    assert_written_again(bridge, tmp_path)
 
 
 def test_files_of_another_form_are_refused(tmp_path: Path) -> None:
@@ -71,7 +102,7 @@ def test_files_of_another_form_are_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=match):
             ImageTextBridge.from_hf_pretrained(tmp_path)
 
-    refuse(r"model_type is 'llava_next'; it must be llava", model_type="llava_next")
+    refuse(r"model_type is 'llava_next'; it must be llava or qwen2_vl", model_type="llava_next")
     refuse(r"vision_config.model_type is 'dinov2'; it must be clip", vision_config={"model_type": "dinov2"})
     refuse(r"vision_feature_layer is -4; it must be the number", vision_feature_layer=-4)
     refuse(r"vision_feature_layer is \[-1, -2\]; it must be", vision_feature_layer=[-1, -2])

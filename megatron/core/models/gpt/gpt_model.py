@@ -17,6 +17,7 @@ from megatron.core.inference_context import InferenceContext
 from megatron.core.models.common.embeddings.attention_temperature import AttentionTemperature
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_choice import build_rotary_embeddings
+from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding
 from megatron.core.models.common.language_module import LanguageModule
 from megatron.core.models.gpt.upstream_arguments import check_arguments, refuse_arguments
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -203,7 +204,8 @@ class GPTModel(LanguageModule):
     ) -> Tensor:
         """Loss of every token [b, s] float32 when there are labels, else logits [b, s, v].
 
-        input_ids, position_ids, labels: [b, s] int64. attention_mask: bool [b or 1, 1, s, s], True where a position may
+        input_ids, position_ids, labels: [b, s] int64; with the config's mrope_section position_ids may be [3, b, s], of
+        time, height and width. attention_mask: bool [b or 1, 1, s, s], True where a position may
         not be seen; causal when None. With context parallelism s is this rank's tokens (context_parallel/sharding.py),
         and a mask has all keys: [b or 1, 1, s, s * cp]. decoder_input: hidden states [s, b, h] in place of the
         embedding. loss_mask: [b, s], tokens that count in the losses of multi-token prediction, all when None; the
@@ -275,6 +277,9 @@ class GPTModel(LanguageModule):
         sequence = self._find_sequence(packed_seq_params)
         length = self._sequence_length(hidden_states, sequence) // states
         inputs = self._list_layer_inputs(hidden_states, length, inference_context, packed_seq_params, sequence)
+        sections, angles = self.config.mrope_section, self.rotary_pos_emb
+        if sections and isinstance(angles, MultimodalRotaryEmbedding) and getattr(position_ids, "ndim", 2) == 3:
+            inputs = inputs._replace(rotation=angles.build_rotation_at(cast(Tensor, position_ids), sections))
         return hidden_states, inputs, None, None, None, padding_mask
 
     def _postprocess(

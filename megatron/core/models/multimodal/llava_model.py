@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from megatron.core.errors import ConfigError
+from megatron.core.errors import ConfigError, DataError
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.multimodal.merged_sequence import IGNORE_INDEX as IGNORE_INDEX
 from megatron.core.models.multimodal.merged_sequence import MergedSequence
@@ -90,8 +90,9 @@ class LLaVAModel(MegatronModule):
         *,
         build_vision_model: Callable[..., nn.Module] | None = None,
         build_language_model: Callable[..., GPTModel] | None = None,
+        merge: int | None = None,
     ) -> None:
-        """Upstream's signature, and two further arguments.
+        """Upstream's signature, and three further arguments.
 
         language_max_sequence_length: of text and features together; longer sequences are cut, and with pipeline
         parallelism all are filled up to it. drop_vision_class_token: the text model does not see it.
@@ -99,7 +100,9 @@ class LLaVAModel(MegatronModule):
         post_process: this stage has the embedding, the output layer; add_encoder: the model of images and the
         projector, which belong to the first stage. build_vision_model, build_language_model: functions that build
         these parts in another way, called with pg_collection, and the second with pre_process, post_process and
-        vp_stage. Raises ConfigError for context parallelism, multi-token prediction and layers that read tokens.
+        vp_stage. merge: images are of several sizes, and a feature is of `merge` times `merge` patches
+        (qwen2_vl_vision_model.py). Raises ConfigError for context parallelism, multi-token prediction and layers that
+        read tokens.
         """
         super().__init__(language_transformer_config)
         config, groups = language_transformer_config, pg_collection or ProcessGroupCollection.current()
@@ -108,9 +111,11 @@ class LLaVAModel(MegatronModule):
         self.pre_process, self.post_process = pre_process, post_process
         self.image_token_index, self.longest = image_token_index, language_max_sequence_length
         kind = getattr(vision_transformer_config, "vision_model_type", "clip")
-        self.img_seq_len = get_num_image_embeddings(img_h, img_w, patch_dim, kind, drop_vision_class_token)
-        """Vectors that a tile takes in the text model's sequence."""
-        self.dropped = int(kind == "clip" and drop_vision_class_token)
+        self.merge, self.img_seq_len, self.dropped = merge, 1, 0
+        """Of these the second: vectors that a tile takes in the text model's sequence."""
+        if merge is None:
+            self.img_seq_len = get_num_image_embeddings(img_h, img_w, patch_dim, kind, drop_vision_class_token)
+            self.dropped = int(kind == "clip" and drop_vision_class_token)
         self.vision_model: nn.Module | None = None
         self.vision_projection: MultimodalProjector | None = None
         if add_encoder and pre_process:
@@ -123,6 +128,7 @@ class LLaVAModel(MegatronModule):
                 self.vision_model = build_vision_model(pg_collection=groups)
             width = vision_transformer_config.hidden_size
             assert width is not None
+            width *= 1 if merge is None else merge**2
             self.vision_projection = MultimodalProjector(
                 vision_projection_config, vision_projection_layer_spec, vision_projection_type, width, groups.tp
             )
@@ -174,7 +180,7 @@ class LLaVAModel(MegatronModule):
 
     @take_arguments(
         "images input_ids position_ids attention_mask=None labels loss_mask inference_context=None num_image_tiles "
-        "image_token_index runtime_gather_output packed_seq_params=None imgs_sizes=None "
+        "image_token_index runtime_gather_output packed_seq_params=None imgs_sizes "
         "vision_packed_seq_params=None * inference_params=None",
         "a text about images is read in one pass, each token seeing those before it",
     )
@@ -188,6 +194,7 @@ class LLaVAModel(MegatronModule):
         num_image_tiles: Tensor | None = None,
         image_token_index: int | None = None,
         runtime_gather_output: bool | None = None,
+        imgs_sizes: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Loss of every place [b, t] float32 and its weight [b, t] when there are labels, else logits [b, t, v] and
         None, of the t places of text and features (merged_sequence.py).
@@ -195,20 +202,32 @@ class LLaVAModel(MegatronModule):
         images: [tiles, 3, img_h, img_w], in the order of their tokens; None or empty where a batch has none, and
         unread on later stages. input_ids, labels: [b, s] int64, one image token for each image; position_ids: [b, s],
         of learned positions, which features have none of. loss_mask: [b, s], ones when None. num_image_tiles: int
-        [images], one of each when None. image_token_index: the constructor's when None. On a stage without output
-        layer: hidden states [t, b, h] and None. Raises DataError where tokens and images do not fit each other.
+        [images], one of each when None. image_token_index: the constructor's when None. imgs_sizes: with `merge`, int64
+        [images, 3], frames, rows and columns of each image's patches; images are patches [n, pixels] then. On a stage
+        without output layer: hidden states [t, b, h] and None. Raises DataError where tokens and images do not fit
+        each other.
         """
         is_image = input_ids == (self.image_token_index if image_token_index is None else image_token_index)
+        found = None if images is None else len(images)
+        if self.merge is not None:
+            imgs_sizes = input_ids.new_empty(0, 3) if imgs_sizes is None else imgs_sizes.to(is_image.device)
+            num_image_tiles, found = imgs_sizes.prod(1) // self.merge**2, found and found // self.merge**2
+        elif imgs_sizes is not None:
+            raise DataError("images of this model are of one size; leave out imgs_sizes")
         pp, tp = self.pg_collection.pp.size(), self.pg_collection.tp.size()
         plan = MergedSequence.plan(
             is_image, None if num_image_tiles is None else num_image_tiles.to(is_image.device), self.img_seq_len,
             # A later stage has tokens alone.
-            num_tiles=None if not self.pre_process else 0 if images is None else len(images), longest=self.longest,
+            num_tiles=(found or 0) if self.pre_process else None, longest=self.longest,
             length=self.longest if pp > 1 else None, multiple=tp if self.config.sequence_parallel else 1,
         )  # fmt: skip
         decoder_input = None
         if self.pre_process:
-            decoder_input = self._embed(input_ids.masked_fill(is_image, 0), position_ids, self._encode(images), plan)
+            features = self._encode(images, imgs_sizes)
+            decoder_input = self._embed(input_ids.masked_fill(is_image, 0), position_ids, features, plan)
+        if self.config.mrope_section is not None and imgs_sizes is not None:
+            squares = imgs_sizes // imgs_sizes.new_tensor((1, self.merge or 1, self.merge or 1))
+            position_ids = plan.find_positions(is_image, squares)
         places: Tensor | None = None
         weights: Tensor | None = None
         if labels is not None:
@@ -224,10 +243,14 @@ class LLaVAModel(MegatronModule):
         )  # fmt: skip
         return output, weights if self.post_process else None
 
-    def _encode(self, images: Tensor | None) -> Tensor | None:
-        """[tiles, 3, img_h, img_w] -> [tiles * img_seq_len, h], tile after tile; None without images."""
+    def _encode(self, images: Tensor | None, sizes: Tensor | None) -> Tensor | None:
+        """[tiles, 3, img_h, img_w], or patches of images of these sizes -> [features, h], image after image; None
+        without images."""
         if images is None or not len(images) or self.vision_model is None or self.vision_projection is None:
             return None
+        if sizes is not None:
+            projected: Tensor = self.vision_projection(self.vision_model(images, sizes))
+            return projected
         features = self.vision_model(images)[:, self.dropped :].transpose(0, 1).contiguous()
         return self.vision_projection(features).transpose(0, 1).flatten(0, 1)
 

@@ -87,6 +87,25 @@ class MergedSequence:
         chosen = features.to(text.dtype)[self.feature.t().clamp(min=0)]
         return torch.where(self.feature.t()[..., None] >= 0, chosen, merged)
 
+    def find_positions(self, is_image: Tensor, sizes: Tensor) -> Tensor:
+        """Positions of time, height and width, int64 [3, b, t] (M-RoPE; Wang et al., 2024). A token of text has three
+        that are equal. An image's features count from the position behind the token before it, each in its direction;
+        the text after it goes on behind the larger of height and width.
+
+        is_image: bool [b, s]. sizes: int64 [images, 3], frames, rows and columns of each image's features.
+        """
+        # With a row for the token of no image.
+        sizes = torch.cat((sizes, sizes.new_ones(1, 3)))
+        number = (is_image.flatten().cumsum(0) - 1).view(is_image.shape).masked_fill(~is_image, len(sizes) - 1)
+        frames, rows, columns = sizes[number].unbind(-1)
+        widths, advances = frames * rows * columns, torch.maximum(rows, columns)
+        starts, begins = (each.cumsum(1) - each for each in (advances, widths))
+        place = torch.arange(self.token.shape[1], device=self.token.device) - begins.gather(1, self.token)
+        rows, columns = rows.gather(1, self.token), columns.gather(1, self.token)
+        streams = torch.stack((place // (rows * columns), place // columns % rows, place % columns))
+        in_image = is_image.gather(1, self.token)
+        return starts.gather(1, self.token) + streams.where(in_image, torch.zeros_like(streams))
+
     def place_labels(self, labels: Tensor) -> Tensor:
         """Labels of the tokens [b, s] int64 -> [b, t]; IGNORE_INDEX where nothing is predicted."""
         return labels.gather(1, self.token).masked_fill(~self.predicts, IGNORE_INDEX)

@@ -37,20 +37,24 @@ SUBTYPES = ("clip", "siglip")
 
 
 class PatchEmbedding(MegatronModule):
-    """A vector for each square of `patch_dim` times `patch_dim` pixels, the same on every rank."""
+    """A vector for each square of `patch_dim` times `patch_dim` pixels, the same on every rank; of `frames`
+    frames, where they are given."""
 
-    def __init__(self, config: TransformerConfig, patch_dim: int, *, bias: bool) -> None:
+    def __init__(self, config: TransformerConfig, patch_dim: int, *, bias: bool, frames: int | None = None) -> None:
         super().__init__(config)
         assert config.hidden_size is not None
         self.patch_dim, dtype = patch_dim, parameter_dtype(config)
         self.weight = declare_parameter(
-            (config.hidden_size, _CHANNELS, patch_dim, patch_dim),
+            (config.hidden_size, _CHANNELS, *([] if frames is None else [frames]), patch_dim, patch_dim),
             kind="filter", init=embedding_initialiser(config), dtype=dtype,
         )  # fmt: skip
         self.bias = declare_parameter((config.hidden_size,), dtype=dtype) if bias else None
 
     def forward(self, images: Tensor) -> Tensor:
-        """[b, 3, height, width] -> [b, patches, h], row by row, in the weight's dtype."""
+        """[b, 3, height, width] -> [b, patches, h], row by row, in the weight's dtype; or patches that are cut out
+        already, [patches, channels * frames * pixels] -> [patches, h]."""
+        if images.dim() == 2:
+            return F.linear(images.to(self.weight.dtype), self.weight.flatten(1), self.bias)
         found = F.conv2d(images.to(self.weight.dtype), self.weight, self.bias, stride=self.patch_dim)
         return found.flatten(2).transpose(1, 2)
 

@@ -18,7 +18,6 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "fp8_param": (False, "parameters are kept in 16 or 32 bits; fp8 says that products are in 8"),
     "flash_decode": (False, "generation chooses its kernel itself"),
     "test_mode": (False, "there are no tests in a step; python -m megatron check_parity compares layouts"),
-    "mrope_section": (None, "positions are of text only"),
     "moe_enable_deepep": (False, "experts exchange tokens by moe_token_dispatcher_type"),
     "heterogeneous_block_specs": (False, "layers of one kind have one shape"),
     "hetereogenous_dist_checkpoint": (False, "layers of one kind have one shape"),
@@ -61,7 +60,7 @@ class ProgramFields(CheckedConfig):
     test_mode: bool = derived(False, kind="report")
     """Only False."""
     mrope_section: list[int] | None = derived(kind="function")
-    """Only None."""
+    """Pairs of channels that turn by positions of time, of height and of width (M-RoPE, Qwen2-VL)."""
     moe_enable_deepep: bool = derived(False, kind="kernel")
     """Only False."""
     heterogeneous_block_specs: bool = derived(False, kind="function")
@@ -90,3 +89,6 @@ class ProgramFields(CheckedConfig):
 
     def rules(self) -> Iterator[str]:
         yield from refuse_missing(self, _REFUSED)
+        sections = self.mrope_section
+        if sections is not None and [type(one) for one in sections] != [int, int, int]:
+            yield f"mrope_section is {sections!r}; give three numbers of pairs of channels, such as [16, 24, 24]"

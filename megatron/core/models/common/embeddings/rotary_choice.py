@@ -7,7 +7,10 @@ from typing import Any
 
 from megatron.core.errors import ConfigError
 from megatron.core.models.common.embeddings.longrope_rotary_pos_embedding import LongRotaryEmbedding
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import (
+    MultimodalRotaryEmbedding,
+    RotaryEmbedding,
+)
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.transformer.config_fields.positions import is_rotary
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -36,6 +39,10 @@ def build_rotary_embeddings(
     if config.is_compressed:
         # Layers without entries have the model's base, and no stretching.
         base, plain_base = config.csa_compress_rotary_base, base
+    if config.mrope_section is not None:
+        if config.uses_yarn(kind) or config.longrope_short_factors is not None or llama3_scaling[0] or plain_base:
+            raise ConfigError("mrope_section divides plain rotary positions; leave out what stretches or changes them")
+        return MultimodalRotaryEmbedding(*shape, interpolation, base), None
     if config.uses_yarn(kind):
         everywhere: RotaryEmbedding = YarnRotaryEmbedding(*shape, interpolation, base, **_yarn_options(config))
     elif config.longrope_short_factors is not None:

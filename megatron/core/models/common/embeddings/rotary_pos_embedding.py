@@ -2,6 +2,8 @@
 """Angles of rotary positions (Su et al., "RoFormer", 2021), with linear interpolation and Llama 3's frequency scaling.
 
 frequency_i = base^(-2 i / d),  i < d / 2          angle = position * frequency_i
+
+Positions of images have three numbers, of time, height and width (M-RoPE; Wang et al., "Qwen2-VL", 2024).
 """
 
 from __future__ import annotations
@@ -20,9 +22,6 @@ from megatron.core.process_groups_config import Group
 from megatron.core.sequences.token_layout import TokenLayout
 from megatron.core.taken_arguments import take_arguments
 from megatron.core.transformer.rotary import Rotation
-
-# Put here by a table of upstream's names; declared for type checkers.
-MultimodalRotaryEmbedding: Any
 
 
 @dataclass(frozen=True)
@@ -148,3 +147,51 @@ class RotaryEmbedding(nn.Module):
         if cp_group is not None:
             cos, sin = (shard_sequence(x, cp_group.rank(), cp_group.size()) for x in (cos, sin))
         return Rotation(cos, sin, self.rotary_interleaved)
+
+
+class MultimodalRotaryEmbedding(RotaryEmbedding):
+    """Angles of positions of time, height and width, of which every pair of channels has one (M-RoPE). A token of text
+    has three that are equal, and so the angles of RotaryEmbedding."""
+
+    @take_arguments(
+        "kv_channels rotary_percent rotary_interleaved seq_len_interpolation_factor rotary_base cp_group=..."
+    )
+    def __init__(
+        self,
+        kv_channels: int,
+        rotary_percent: float,
+        rotary_interleaved: bool = False,
+        seq_len_interpolation_factor: float | None = None,
+        rotary_base: float = 10000,
+    ) -> None:
+        """See RotaryEmbedding."""
+        super().__init__(kv_channels, rotary_percent, rotary_interleaved, seq_len_interpolation_factor, rotary_base)
+
+    def forward(self, position_ids: Tensor, mrope_section: list[int], cp_group: Any = None) -> Tensor:  # type: ignore[override]
+        """Angles in upstream's form, [s, b, 1, channels], of positions [3, b, s]. mrope_section: see
+        `compute_angles_at`. Raises ConfigError for a cp_group of several."""
+        if cp_group is not None and cp_group.size() > 1:
+            raise ConfigError(f"angles are not divided over a cp_group of {cp_group.size()}; take a rank's part")
+        angles = self.compute_angles_at(position_ids, mrope_section)
+        pairs = (angles, angles)
+        every = torch.stack(pairs, dim=-1).flatten(-2) if self.rotary_interleaved else torch.cat(pairs, dim=-1)
+        return every[:, :, None, :]
+
+    def compute_angles_at(self, position_ids: Tensor, sections: list[int]) -> Tensor:
+        """Position * frequency, [s, b, channels / 2] float32, of positions [3, b, s]. sections: how many pairs of
+        channels turn by time, by height and by width, one after the other. Raises ConfigError where these are not
+        all."""
+        if sum(sections) != len(self.inv_freq):
+            raise ConfigError(
+                f"mrope_section {sections} adds up to {sum(sections)} pairs of channels, and {len(self.inv_freq)} are "
+                "rotated; give as many"
+            )
+        scale = 1.0 if self.seq_len_interpolation_factor is None else 1 / self.seq_len_interpolation_factor
+        positions = position_ids.transpose(1, 2).float() * scale
+        parts = zip(positions, self.inv_freq.to(positions.device).split(sections), strict=True)
+        return torch.cat([stream[..., None] * frequencies for stream, frequencies in parts], dim=-1)
+
+    def build_rotation_at(self, position_ids: Tensor, sections: list[int]) -> Rotation:
+        """Cosines and sines of positions [3, b, s]. sections: as above."""
+        angles = self.compute_angles_at(position_ids, sections)
+        return Rotation(angles.cos(), angles.sin(), self.rotary_interleaved)
