@@ -245,7 +245,8 @@ def is_pipeline_last_stage(
     ignore_virtual: bool = True, vp_stage: int | None = None, vp_size: int | None = None
 ) -> bool:
     """Return whether this process holds the last stage; unless ignore_virtual, whether chunk `vp_stage` of `vp_size`
-    does."""
+    does, which is by default what initialize_model_parallel was told."""
+    vp_size = vp_size or VirtualPipeline.size
     is_last_chunk = vp_size is None or vp_stage in (None, vp_size - 1)
     return _groups().is_last_stage and (ignore_virtual or is_last_chunk)
 
@@ -331,7 +332,7 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
     `vp_stage` does."""
     if ignore_virtual or _groups().embd is None:
         return _groups().embd is not None
-    return is_pipeline_first_stage(False, vp_stage) or is_pipeline_last_stage(False, vp_stage, VirtualPipeline.size)
+    return is_pipeline_first_stage(False, vp_stage) or is_pipeline_last_stage(False, vp_stage)
 
 
 def is_rank_in_position_embedding_group() -> bool:

@@ -2,7 +2,6 @@
 from megatron.core.transformer.module import MegatronModule as MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec as ModuleSpec, build_module as build_module
 from megatron.core.transformer.transformer_block import TransformerBlock as TransformerBlock
-from megatron.core.transformer.transformer_config import TransformerConfig as TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig as MLATransformerConfig, TransformerConfig as TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer as TransformerLayer, TransformerLayerSubmodules as TransformerLayerSubmodules
-from megatron.core.upstream.configs import MLATransformerConfig as MLATransformerConfig
 __all__ = ['MegatronModule', 'ModuleSpec', 'TransformerBlock', 'TransformerConfig', 'TransformerLayer', 'TransformerLayerSubmodules', 'build_module']

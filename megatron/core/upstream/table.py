@@ -93,7 +93,7 @@ tensor_parallel.utils @layers VocabUtility
 tokenizers @tokenizers MegatronTokenizer
 tokenizers.text @tokenizers MegatronTokenizerText
 tokenizers.utils.build_tokenizer @tokenizers build_tokenizer vocab_size_with_padding
-transformer @configs MLATransformerConfig
+transformer .transformer.transformer_config MLATransformerConfig
 transformer.dot_product_attention .transformer.core_attention.dot_product_attention DotProductAttention
 transformer.experimental_attention_variant.dsa @specs rotate_activation
 transformer.mlp @sharded apply_swiglu_sharded_factory
@@ -111,7 +111,6 @@ transformer.multi_token_prediction @losses MTPLossAutoScaler MTPLossLoggingHelpe
 transformer.pipeline_parallel_layer_layout @pipelines PipelineParallelLayerLayout
 transformer.torch_norm @fusions L2Norm WrappedTorchNorm
 transformer.transformer_block @layers get_num_layers_to_build get_transformer_layer_offset
-transformer.transformer_config @configs MLATransformerConfig
 transformer.transformer_layer @layers get_transformer_layer_offset
 transformer.utils @layers is_layer_window_attention
 transformer.utils @sharded make_sharded_tensors_for_checkpoint sharded_state_dict_default

@@ -19,7 +19,7 @@ from torch.torch_version import TorchVersion
 import megatron.core
 from megatron.core.errors import ConfigError, UnsupportedError
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from tests.support.pretend_groups import pretend
 from tests.unit.upstream.test_upstream_core import use
 
@@ -434,8 +434,8 @@ def test_strategies(tmp_path: Path) -> None:
 
 
 def test_one_class_for_several() -> None:
-    config = use("transformer", "MLATransformerConfig")(**SHAPE)
-    assert config.multi_latent_attention and isinstance(config, TransformerConfig)
+    latent = use("transformer", "MLATransformerConfig")
+    assert latent is MLATransformerConfig and issubclass(latent, TransformerConfig)
     adam, options = use("optimizer", "AdamOptimizerConfig", "OptimizerConfig")
     assert adam is options and "lr_mult" in use("optimizer", "param_group_identifier_keys")
     assert use("optimizer", "Adam") is use("optimizer.distrib_optimizer", "Adam") is use("optimizer", "CPUAdam")
