@@ -227,7 +227,7 @@ EXPERT_FAMILIES: tuple[Family, ...] = (
         },
         defaults=_DEFAULTS["minimax_m2"],
         other_names={"num_experts": "num_local_experts"},
-        complete=_complete_minimax_m2,
+        rope={"rope_theta": 5000000.0}, complete=_complete_minimax_m2,
     ),
     build_deepseek(
         "GLM 4.7 Flash", "glm4_moe_lite", "Glm4MoeLiteForCausalLM",

@@ -42,6 +42,10 @@ def test_defaults_are_those_of_the_installed_class(family: Family) -> None:
         # Its class has no such layers, whatever the field says.
         fields[PREDICTION] = 0
     assert family.defaults == fields
+    theta = getattr(config_class, "default_theta", None)
+    if isinstance(theta, float):
+        kinds = family.rope.values() if FULL in family.rope else [family.rope]
+        assert [kind["rope_theta"] for kind in kinds] == [theta] * len(kinds)
     # Its names for one field are ours, too.
     known = {*family.defaults, *family.idle, *IDLE}
     for other, name in config_class.attribute_map.items():
