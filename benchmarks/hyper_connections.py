@@ -6,7 +6,7 @@
     OMP_NUM_THREADS=1 python benchmarks/hyper_connections.py --tokens 1024 --streams 2
 
 One CPU thread, float32, CPU time in rounds that run each variant once, in turn; ratios are taken within rounds, and
-their median is printed.
+their median is printed with its 95 % interval.
 """
 
 # ruff: noqa: E402 - the path comes before the imports
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.conditions import print_conditions
-from benchmarks.mixers import compare, find_ratio
+from benchmarks.mixers import compare, find_ratios
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.parameters import initialise_parameters
@@ -38,8 +38,8 @@ _FORMS = {
 }
 
 
-def measure(hidden: int, tokens: int, streams: int, rounds: int) -> dict[str, float]:
-    """CPU time of a layer with streams over that of one without, by form."""
+def measure(hidden: int, tokens: int, streams: int, rounds: int) -> dict[str, tuple[float, float, float]]:
+    """CPU time of a layer with streams over that of one without, by form: its median, and bounds."""
     sizes: dict[str, Any] = {
         "num_layers": 1, "hidden_size": hidden, "num_attention_heads": hidden // 64, "normalization": "RMSNorm",
         "add_bias_linear": False, "attention_dropout": 0.0, "hidden_dropout": 0.0,
@@ -53,7 +53,7 @@ def measure(hidden: int, tokens: int, streams: int, rounds: int) -> dict[str, fl
         initialise_parameters(layer, seed=1)
         variants[name] = train(layer, torch.randn(tokens, 1, config.stream_width, requires_grad=True))
     times = compare(variants, rounds)
-    return {name: find_ratio(times, name, "plain") for name in _FORMS}
+    return {name: find_ratios(times, name, "plain") for name in _FORMS}
 
 
 def train(layer: nn.Module, x: Tensor) -> Callable[[], None]:
@@ -72,8 +72,8 @@ def main() -> int:
     torch.set_num_threads(1)
     print_conditions()
     print(f"{args.streams} streams, hidden size {args.hidden_size}, {args.tokens} tokens, time over a plain layer's")
-    for name, ratio in measure(args.hidden_size, args.tokens, args.streams, args.rounds).items():
-        print(f"    {name:<32}{ratio:8.2f}", flush=True)
+    for name, (ratio, lower, upper) in measure(args.hidden_size, args.tokens, args.streams, args.rounds).items():
+        print(f"    {name:<32}{ratio:8.2f} ({lower:.2f} to {upper:.2f})", flush=True)
     return 0
 
 

@@ -7,7 +7,7 @@ and sparse attention (letter D) against latent attention to all tokens.
     OMP_NUM_THREADS=1 python benchmarks/mixers.py --kinds M --tokens 512 --rounds 5
 
 One CPU thread, float32, CPU time in rounds that run each variant once, in turn; ratios are taken within rounds, and
-their median is printed.
+their median is printed; for sparse attention with its 95 % interval.
 
     recurrence    the same arithmetic token by token, against chunks, forward and backward
     length        four times the tokens, over four times the time
@@ -39,6 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from benchmarks.conditions import print_conditions
+from benchmarks.guards import find_interval
 from benchmarks.memory import KeptForBackward
 from megatron.core.models.gpt.gpt_layer_specs import get_latent_attention_spec, get_sparse_attention_spec
 from megatron.core.optional_deps import available
@@ -193,7 +194,12 @@ def compare(variants: dict[str, Callable[[], object]], rounds: int) -> dict[str,
 
 def find_ratio(found: dict[str, list[float]], one: str, other: str) -> float:
     """Median over the rounds of the time of one over that of the other."""
-    return statistics.median(a / b for a, b in zip(found[one], found[other], strict=True))
+    return find_ratios(found, one, other)[0]
+
+
+def find_ratios(found: dict[str, list[float]], one: str, other: str) -> tuple[float, float, float]:
+    """The same median, and the bounds between which it lies in 95 of 100 cases."""
+    return find_interval([a / b for a, b in zip(found[one], found[other], strict=True)])
 
 
 def call_layer(layer: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -280,8 +286,9 @@ def measure_generation(letter: str, rounds: int) -> float:
     return find_ratio(times, "long", "short")
 
 
-def measure_sparse(tokens: int) -> float:
-    """CPU time of forward and backward of a layer of sparse attention over that of latent attention."""
+def measure_sparse(tokens: int, rounds: int) -> tuple[float, float, float]:
+    """CPU time of forward and backward of a layer of sparse attention over that of latent attention: the median over
+    the rounds, and its bounds."""
     sizes: dict[str, Any] = {
         "num_layers": 1, "hidden_size": 1024, "num_attention_heads": 16, "normalization": "RMSNorm",
         "multi_latent_attention": True, "q_lora_rank": 256, "kv_lora_rank": 128, "qk_head_dim": 64,
@@ -300,7 +307,7 @@ def measure_sparse(tokens: int) -> float:
         layer = build_module(spec, config=config, layer_number=1, pg_collection=ProcessGroupCollection.single())
         initialise_parameters(layer, seed=1)
         variants[name] = train(call_layer(layer), torch.randn(tokens, 1, 1024, requires_grad=True))
-    return find_ratio(compare(variants, 1), "sparse", "dense")
+    return find_ratios(compare(variants, rounds), "sparse", "dense")
 
 
 def main() -> int:
@@ -314,7 +321,8 @@ def main() -> int:
     for letter in args.kinds:
         if letter == "D":
             for tokens in (args.tokens, 4 * args.tokens):
-                print(f"D, {tokens} tokens, sparse / dense {measure_sparse(tokens):.2f}", flush=True)
+                ratio, lower, upper = measure_sparse(tokens, args.rounds)
+                print(f"D, {tokens} tokens, sparse / dense {ratio:.2f} ({lower:.2f} to {upper:.2f})", flush=True)
             continue
         print(f"{letter}, {args.tokens} tokens, hidden size {HIDDEN}, {KINDS[letter].sizes}", flush=True)
         for name, ratio in measure_speed(letter, args.tokens, args.rounds).items():

@@ -88,13 +88,13 @@ def attend_as_on_gpu(layout: Layout, heads: int) -> tuple[list[dict[str, Tensor]
     found, masked = [], []
     with pytest.MonkeyPatch.context() as patch:
         flash_stand_in.install(patch)
-        plain = PlainKernel._masked
+        plain = PlainKernel._find_hidden
 
-        def note(scores: Tensor, rule: Rule) -> Tensor:
+        def note(q: Tensor, k: Tensor, rule: Rule) -> Tensor | None:
             masked[-1] = masked[-1] or rule.mask is not None
-            return plain(scores, rule)
+            return plain(q, k, rule)
 
-        patch.setattr(PlainKernel, "_masked", staticmethod(note))
+        patch.setattr(PlainKernel, "_find_hidden", staticmethod(note))
         for case in CASES:
             masked.append(False)
             found.append(attend(layout, case, heads, as_on_gpu="attention_backend" not in case.config))

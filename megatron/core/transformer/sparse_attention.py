@@ -42,7 +42,6 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.tensor_parallel.products import at_least_float32, is_wide
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.attention import mark_as_query_key_norm
-from megatron.core.transformer.core_attention.block_kernels import choose_masked_kernel
 from megatron.core.transformer.core_attention.chosen_keys import (
     IndexVectors,
     LossCall,
@@ -169,7 +168,7 @@ class SparseCore(DotProductAttention, IndexLossCore):
         self.indexer = Indexer(config, groups) if self.chooser is None else None
         plain: CoreAttention = LocalAttention(self.options)
         if config.attention_backend != "local":
-            plain = QueryBlocksAttention(self.options, choose_masked_kernel)
+            plain = QueryBlocksAttention(self.options)
         self.chosen_backend: CoreAttention = plain if groups.cp.size() == 1 else GatheredKeysAttention(plain, groups.cp)
         self.latest: Any = None
         """Choice of the last forward: int32 [s, b, k], None for all keys; in generation for each run."""

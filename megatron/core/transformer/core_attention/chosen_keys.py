@@ -29,9 +29,8 @@ from megatron.core.process_groups_config import Group
 from megatron.core.sequences.token_layout import TokenLayout
 from megatron.core.tensor_parallel.products import at_least_float32, wide_dtype
 from megatron.core.transformer.core_attention.block_kernels import (
-    BlockKernel,
+    PlainKernel,
     Rule,
-    choose_masked_kernel,
     draw_seed,
     find_shared_gradients,
     multiply_in_float32,
@@ -174,7 +173,7 @@ def attend_chosen(
     [t, b, c] of all heads, chosen int32 [s, b, k] -> [s, b, n, value_width]. A query without keys gets zeros."""
     seed = draw_seed() if dropout else None
     result: Tensor = _AttendChosen.apply(
-        query, key, chosen, _ChosenKeysCall(choose_masked_kernel(scale, dropout, query.device), value_width, seed)
+        query, key, chosen, _ChosenKeysCall(PlainKernel(scale, dropout), value_width, seed)
     )
     return result
 
@@ -182,7 +181,7 @@ def attend_chosen(
 class _ChosenKeysCall(NamedTuple):
     """Settings of one call besides its tensors."""
 
-    kernel: BlockKernel
+    kernel: PlainKernel
     value_width: int
     seed: int | None
 

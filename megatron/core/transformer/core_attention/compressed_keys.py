@@ -19,9 +19,9 @@ from torch import Tensor
 
 from megatron.core.tensor_parallel.products import at_least_float32, wide_dtype
 from megatron.core.transformer.core_attention.block_kernels import (
+    PlainKernel,
     Rule,
     add_sinks,
-    choose_masked_kernel,
     compute_sinks_grad,
     find_shared_gradients,
 )
@@ -125,7 +125,7 @@ class _AttendEntries(torch.autograd.Function):
     ) -> Any:  # fmt: skip
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         log_sum = query.new_empty(query.shape[:3], dtype=wide_dtype(query))
-        kernel = choose_masked_kernel(scale, 0.0, query.device)
+        kernel = PlainKernel(scale)
         for rows, _, _, inputs, rule in _cut(query, tokens, entries, chosen, places):
             part, logs = add_sinks(*kernel.forward(*inputs, rule), sinks)
             output[rows], log_sum[rows] = part.permute(2, 0, 1, 3), logs.permute(2, 0, 1)
@@ -138,7 +138,7 @@ class _AttendEntries(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor, _: Tensor) -> Any:
         query, tokens, entries, sinks, chosen, output, log_sum = ctx.saved_tensors
-        kernel = choose_masked_kernel(ctx.scale, 0.0, query.device)
+        kernel = PlainKernel(ctx.scale)
         grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
         grad_tokens, grad_entries = (torch.zeros(x.shape, dtype=wide_dtype(x), device=x.device)
                                      for x in (tokens, entries))  # fmt: skip

@@ -28,7 +28,7 @@ itself (Dao et al., "FlashAttention", 2022), with windows, masks and dropout. Sc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,21 +184,15 @@ class QueryBlocksAttention(AttentionBackend):
 
     name = "blocks of queries with the keys they see, scores computed anew in backward"
 
-    def __init__(
-        self, options: AttentionOptions, choose: Callable[[float, float, torch.device], BlockKernel] | None = None
-    ) -> None:
-        """choose: of scale, dropout and device, the kernel where scores have no bound; the plain one when None."""
-        self.options, self.choose = options, choose
+    def __init__(self, options: AttentionOptions) -> None:
+        self.options = options
         self.kernel = PlainKernel(options.scale, options.dropout, options.softcap)
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
         """See CoreAttention."""
         seed = draw_seed() if inputs.training and self.options.dropout else None
         # One seed for the whole call; each block derives its seed from it.
-        kernel: BlockKernel = self.kernel
-        if self.choose is not None:
-            kernel = self.choose(self.options.scale, 0.0 if seed is None else self.options.dropout, inputs.query.device)
-        call = _BlockCall(kernel, inputs.visible, seed)
+        call = _BlockCall(self.kernel, inputs.visible, seed)
         result: Tensor = _QueryBlocks.apply(inputs.query, inputs.key, inputs.value, inputs.sinks, call)
         return result.flatten(2)  # [s, b, n, dv] -> [s, b, n * dv]
 
