@@ -14,6 +14,7 @@ from typing import Any
 from megatron.core.errors import ConfigError
 
 OPTIONAL: dict[str, str] = {
+    "PIL": "pillow",
     "annotated_types": "annotated-types",
     "causal_conv1d": "causal-conv1d",
     "deep_ep": "deep_ep",

@@ -38,6 +38,8 @@ RUN_ELSEWHERE = {
     "python -m megatron launch --nproc_per_node 8": "tests/functional/test_fine_tuning.py",
     "python examples/programs/evaluate_with_lm_eval.py --model": "tests/functional/test_example_programs.py",
     "python examples/programs/sync_weights.py --model": "tests/functional/test_example_programs.py",
+    "python examples/images/learn_shapes.py": "tests/functional/test_image_runs.py",
+    "python pretrain_vlm.py": "tests/functional/test_image_runs.py",
     "python tools/autotune.py": "tests/unit/cli/test_autotune.py",
     "python tools/checkpoint/average.py": "tests/unit/upstream_checkpoints/test_checkpoint_tools.py",
     "python tools/checkpoint/doctor.py": "tests/unit/upstream_checkpoints/test_checkpoint_tools.py",
