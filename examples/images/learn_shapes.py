@@ -37,8 +37,8 @@ TEMPLATE = (
 FLAGS = """
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 48 --max-position-embeddings 48
     --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --hidden-dropout 0
-    --attention-dropout 0 --micro-batch-size 16 --global-batch-size 16 --lr 2e-3 --min-lr 2e-4 --split 1,0,0
-    --eval-iters 0 --log-interval 20 --vision-num-layers 2 --vision-hidden-size 64 --vision-ffn-hidden-size 128
+    --attention-dropout 0 --micro-batch-size 16 --global-batch-size 16 --lr 3e-3 --min-lr 1e-4 --split 1,0,0
+    --init-method-std 0.1 --eval-iters 0 --log-interval 20 --vision-num-layers 2 --vision-hidden-size 64 --vision-ffn-hidden-size 128
     --vision-num-attention-heads 4 --img-h 32 --img-w 32 --patch-dim 8 --disable-vision-class-token
     --tokenizer-type HuggingFaceTokenizer --make-vocab-size-divisible-by 16
 """
@@ -91,7 +91,7 @@ def answer(model: Any, tokenizer: Any, image: Image.Image, normalise: Any) -> st
     before, after = (tokenizer.tokenize_as_is(part) for part in prompt.split("<image>"))
     ids = [*before, DEFAULT_IMAGE_TOKEN_INDEX, *after]
     images, said = normalise(image)[None], []
-    while len(said) < 12 and (not said or said[-1] != tokenizer.eod):
+    while len(said) < 8 and (not said or said[-1] != tokenizer.eod):
         tokens = torch.tensor([[*ids, *said]])
         logits, _ = model(images, tokens, torch.arange(tokens.shape[1])[None])
         said.append(int(logits[0, -1].argmax()))
@@ -114,8 +114,8 @@ def main() -> int:
     """Draw, train, ask."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("shapes"), help="directory for all of it")
-    parser.add_argument("--steps", type=int, default=300, help="steps of training")
-    parser.add_argument("--drawings", type=int, default=400, help="drawings to train on")
+    parser.add_argument("--steps", type=int, default=1200, help="steps of training")
+    parser.add_argument("--drawings", type=int, default=3000, help="drawings to train on")
     given = parser.parse_args()
     write_data(given.output, given.drawings)
     flags = [

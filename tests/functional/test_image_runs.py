@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from megatron.training.flags.read import read_run_config
+from megatron.training.recipes.images import add_image_flags, build_image_model
 from tests.functional.pretrain_runs import environment, finish, free_port, run
 from tests.programs import Program
 
@@ -55,18 +57,30 @@ def losses(output: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"lm loss: (\S+)", output)]
 
 
-def test_layouts_train_as_one_process_does(directory: Path) -> None:
-    alone = losses(train(directory))
-    assert len(alone) == 4 and alone[-1] < alone[0] < 8
+@pytest.fixture(scope="module")
+def alone(directory: Path) -> list[float]:
+    found = losses(train(directory))
+    assert len(found) == 4 and found[-1] < found[0] < 8
+    return found
+
+
+def test_layouts_train_as_one_process_does(directory: Path, alone: list[float]) -> None:
     for layout in ("--tensor-model-parallel-size 2 --sequence-parallel", "--pipeline-model-parallel-size 2", ""):
         assert losses(train(directory, *layout.split(), processes=2)) == pytest.approx(alone, rel=1e-6), layout
 
 
-def test_frozen_parts_stay_as_they_are(directory: Path) -> None:
-    frozen = train(directory, "--freeze-LM", "--freeze-ViT", "--pipeline-model-parallel-size", "2", processes=2)
-    alone = train(directory, "--freeze-LM", "--freeze-ViT")
-    assert losses(frozen) == pytest.approx(losses(alone), rel=1e-6)
-    assert re.search(r"train only ([\d,]+)|training ([\d,]+) parameters", alone)
+def test_frozen_parts_are_not_trained(directory: Path, alone: list[float]) -> None:
+    words = documented("pretrain_vlm.py")[1:]
+    for flags, trained in (
+        (["--freeze-LM"], {"vision_model", "vision_projection"}),
+        (["--freeze-ViT"], {"vision_projection", "language_model"}),
+    ):
+        model = build_image_model(read_run_config([*words, *flags], {}, add_image_flags), 320)
+        found = {name.partition(".")[0] for name, parameter in model.named_parameters() if parameter.requires_grad}
+        assert found == trained
+    # A stage on which nothing is trained.
+    frozen = losses(train(directory, "--freeze-LM", "--pipeline-model-parallel-size", "2", processes=2))
+    assert frozen[0] == pytest.approx(alone[0], rel=1e-6) and frozen[-1] > alone[-1] + 0.1
 
 
 def test_bad_images_are_named_or_skipped_and_counted(directory: Path) -> None:
@@ -103,3 +117,4 @@ def test_other_lines(directory: Path) -> None:
     assert "the text has <image> 1 times, and 2 images; write as many" in train(directory, *flags, code=2)
     assert "--seq-length 48 has no room for text" in train(directory, *flags, "--images-per-sample", "3", code=2)
     assert "images come with conversations of a JSONL file" in train(directory, *flags, "--sft", code=2)
+    assert "--dry-run tries models of text" in train(directory, *flags, "--dry-run", code=2)

@@ -85,6 +85,8 @@ def build_image_recipe(config: RunConfig, tokenizer: Tokenizer | None = None) ->
             "images come with conversations of a JSONL file; give it as --data-path, without --mock-data, --sft, "
             "--fim-data and --dpo"
         )
+    if config.profiling.dry_run:
+        raise ConfigError("--dry-run tries models of text; how many images a step has, only its data say: leave it out")
     recipe = build_gpt_recipe(config, tokenizer)
     return Recipe(
         tokenizer=recipe.tokenizer, vocab_size=recipe.vocab_size, padded_vocab_size=recipe.padded_vocab_size,
