@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron.core.collectives import all_reduce
 from megatron.core.context_parallel.sharding import list_pieces_of_rank, list_positions_of_rank
+from megatron.core.device import is_cpu
 from megatron.core.plan.indexer_memory import BLOCK_ELEMENTS as _BLOCK_ELEMENTS
 from megatron.core.plan.indexer_memory import count_gathered
 from megatron.core.process_groups_config import Group
@@ -135,17 +136,21 @@ def choose_keys(vectors: IndexVectors, places: Seen, count: int, rectifies: bool
         kept = allowed.expand(batch, -1, -1)
         if keys.stop - keys.start > count:
             scores, _ = score_keys(vectors, rows, key[:, keys], rectifies)
-            kept = _keep_best(scores.masked_fill_(~allowed, -math.inf), count) & allowed
-        # Each kept key goes to the place that is the number of those before it; the others behind the last place.
-        places_of_kept = (kept.cumsum(-1, dtype=torch.int32) - 1).masked_fill_(~kept, count)
+            hidden = (~allowed).to(scores.dtype).mul_(torch.finfo(scores.dtype).min / 2)
+            kept = _keep_best(scores.add_(hidden), count) & allowed
+        # Each kept key goes to the place of its number among those that are kept; the others before the first place.
+        places_of_kept = kept.cumsum(-1, dtype=torch.int32).mul_(kept)
         numbers = torch.arange(keys.start, keys.stop, dtype=torch.int32, device=chosen.device).expand(kept.shape)
         chosen[rows].transpose(0, 1).scatter_(2, places_of_kept.long(), numbers)
-    return chosen[..., :count].contiguous()
+    return chosen[..., 1:].contiguous()
 
 
 def _keep_best(scores: Tensor, count: int) -> Tensor:
     """Mark the `count` largest of [..., t], bool; of equal ones the first, on every device."""
     least = scores.topk(count, sorted=False).values.amin(-1, keepdim=True)
+    best = scores >= least
+    if is_cpu(scores) and best.sum(-1, dtype=torch.int32).amax() == count:  # on other devices the host would wait for it
+        return best
     above, level = scores > least, scores == least
     # Relu makes many scores exactly zero.
     room = count - above.sum(-1, keepdim=True, dtype=torch.int32)

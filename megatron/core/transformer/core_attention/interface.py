@@ -88,11 +88,10 @@ class Visible:
         """bool [s, t] or [b or 1, 1, s or 1, t], True where a query may not see a key; None where it sees every key."""
         assert self.documents is None and self.chunk is None, "documents and chunks are computed one by one"
         if self.chosen is not None:
-            places = self.chosen.transpose(0, 1).long()  # [b, s, k]
-            hidden = torch.ones(*places.shape[:2], keys + 1, dtype=torch.bool, device=device)
-            # What lies outside of these keys goes to a place after them.
-            hidden.scatter_(2, places.masked_fill((places < 0) | (places >= keys), keys), False)
-            return hidden[:, None, :, :keys]
+            # What lies outside of these keys goes to a place before or after them.
+            places = self.chosen.transpose(0, 1).long().clamp_(-1, keys).add_(1)  # [b, s, k]
+            hidden = torch.ones(*places.shape[:2], keys + 2, dtype=torch.bool, device=device)
+            return hidden.scatter_(2, places, False)[:, None, :, 1:-1]
         # One query, the last position, sees every key: so does each step of generation, without a mask to be made.
         if not self.causal or (queries == 1 and self.window_reaches(keys)):
             return self.mask
