@@ -149,7 +149,9 @@ def _keep_best(scores: Tensor, count: int) -> Tensor:
     """Mark the `count` largest of [..., t], bool; of equal ones the first, on every device."""
     least = scores.topk(count, sorted=False).values.amin(-1, keepdim=True)
     best = scores >= least
-    if is_cpu(scores) and best.sum(-1, dtype=torch.int32).amax() == count:  # on other devices the host would wait for it
+    if (
+        is_cpu(scores) and best.sum(-1, dtype=torch.int32).amax() == count
+    ):  # on other devices the host would wait for it
         return best
     above, level = scores > least, scores == least
     # Relu makes many scores exactly zero.

@@ -28,6 +28,7 @@ itself (Dao et al., "FlashAttention", 2022), with windows, masks and dropout. Sc
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +55,8 @@ from megatron.core.transformer.core_attention.interface import (
 )
 from megatron.core.transformer.core_attention.sdpa import SDPAttention
 
+Index = tuple[slice, slice, slice]
+
 _CPU_BLOCK = 64
 """Queries in a block of CPUAttention: short enough to leave out most of the masked half, long enough for efficient
 products."""
@@ -61,6 +64,8 @@ _MOST_BYTES_PER_LAYER = 64 * 2**20
 """Probabilities that a layer may keep for backward; torch's flash kernel keeps none."""
 _BLOCK = 128
 """Queries in a block of QueryBlocksAttention."""
+_CPU_SCORES = 2**20
+"""Scores in such a block on a CPU, whose cache they stay in; more are divided by heads."""
 
 
 class CPUAttention(AttentionBackend):
@@ -205,13 +210,20 @@ class _BlockCall:
     visible: Visible
     seed: int | None
 
-    def blocks(self, queries: int, keys: int, device: torch.device) -> Iterator[tuple[slice, slice, Rule]]:
-        """(rows, the keys they see, what of these) of each block."""
-        for number, (rows, seen) in enumerate(self.visible.blocks(queries, keys, _BLOCK)):
-            hidden = self.visible.cut(rows, seen).build_mask(rows.stop - rows.start, seen.stop - seen.start, device)
-            # A seed for each block, so that backward draws its dropout again without the blocks before it.
-            seed = None if self.seed is None else self.seed + number
-            yield rows, seen, Rule(causal=False, mask=hidden, seed=seed)
+    def blocks(self, q: Tensor, k: Tensor) -> Iterator[tuple[Index, Index, Rule]]:
+        """Places of a block's queries in [b, n, s, d], of the keys they see in [b, g, t, d], and what of these."""
+        # A seed for each block, so that backward draws its dropout again without the blocks before it.
+        batch, groups = k.shape[:2]
+        each, seeds = q.shape[1] // groups, itertools.count(self.seed or 0)
+        for rows, seen in self.visible.blocks(q.shape[2], k.shape[2], _BLOCK):
+            queries, keys = rows.stop - rows.start, seen.stop - seen.start
+            hidden = self.visible.cut(rows, seen).build_mask(queries, keys, q.device)
+            size = max(1, _CPU_SCORES // (batch * each * queries * keys)) if is_cpu(q) else groups
+            for first in range(0, groups, size):
+                of_queries, of_keys = slice(first * each, (first + size) * each), slice(first, first + size)
+                seed = None if self.seed is None else next(seeds)
+                rule = Rule(causal=False, mask=hidden, seed=seed)
+                yield (slice(None), of_queries, rows), (slice(None), of_keys, seen), rule
 
 
 class _QueryBlocks(torch.autograd.Function):
@@ -221,11 +233,11 @@ class _QueryBlocks(torch.autograd.Function):
         # Written block by block where the output projection reads it; the kernels see it as [b, n, s, dv].
         output = query.new_empty((*query.shape[:3], value.shape[3]))  # [s, b, n, dv]
         out, log_sum = _heads_first(output), query.new_empty(q.shape[:-1], dtype=wide_dtype(q))
-        for rows, seen, rule in call.blocks(q.shape[2], k.shape[2], q.device):
-            part, logs = call.kernel.forward(q[:, :, rows], k[:, :, seen], v[:, :, seen], rule)
+        for rows, seen, rule in call.blocks(q, k):
+            part, logs = call.kernel.forward(q[rows], k[seen], v[seen], rule)
             if sinks is not None:
-                part, logs = add_sinks(part, logs, sinks)
-            out[:, :, rows], log_sum[:, :, rows] = part, logs
+                part, logs = add_sinks(part, logs, sinks[rows[1]])
+            out[rows], log_sum[rows] = part, logs
         ctx.call = call
         ctx.save_for_backward(query, key, value, sinks, output, log_sum)
         return output
@@ -239,14 +251,14 @@ class _QueryBlocks(torch.autograd.Function):
         # Several blocks add to one key: in float32, whatever the format of the keys.
         grad_key, grad_value = (torch.zeros(x.shape, dtype=wide_dtype(x), device=x.device) for x in (key, value))
         grad_q, grad_k, grad_v = (_heads_first(x) for x in (grad_query, grad_key, grad_value))
-        for rows, seen, rule in call.blocks(q.shape[2], k.shape[2], q.device):
-            inputs, merged = (q[:, :, rows], k[:, :, seen], v[:, :, seen]), (out[:, :, rows], log_sum[:, :, rows])
+        for rows, seen, rule in call.blocks(q, k):
+            inputs, merged = (q[rows], k[seen], v[seen]), (out[rows], log_sum[rows])
             # A block's queries belong only to it, so dQ is assigned; its keys are shared with later blocks, so dK and
             # dV add up.
-            add_q, add_k, add_v = call.kernel.backward(grad[:, :, rows], inputs, merged, rule)
-            grad_q[:, :, rows] = add_q
-            grad_k[:, :, seen] += add_k
-            grad_v[:, :, seen] += add_v
+            add_q, add_k, add_v = call.kernel.backward(grad[rows], inputs, merged, rule)
+            grad_q[rows] = add_q
+            grad_k[seen] += add_k
+            grad_v[seen] += add_v
         # O and L are saved with the sinks in them, which is what this formula wants.
         grad_sinks = None if sinks is None else compute_sinks_grad(grad, out, log_sum, sinks)
         return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), grad_sinks, None
