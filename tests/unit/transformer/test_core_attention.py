@@ -59,6 +59,7 @@ def check(core: DotProductAttention, case: Case, query: Tensor, key: Tensor, val
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that short sequences have several blocks."""
     monkeypatch.setattr(query_blocks, "_BLOCK", 5)
+    monkeypatch.setattr(query_blocks, "_CPU_SCORES", 60)
     monkeypatch.setattr(query_blocks, "_CPU_BLOCK", 5)
     monkeypatch.setattr(sdpa, "_SMALLEST_BLOCK", 5)
 

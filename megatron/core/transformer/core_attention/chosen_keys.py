@@ -136,8 +136,8 @@ def choose_keys(vectors: IndexVectors, places: Seen, count: int, rectifies: bool
         kept = allowed.expand(batch, -1, -1)
         if keys.stop - keys.start > count:
             scores, _ = score_keys(vectors, rows, key[:, keys], rectifies)
-            hidden = (~allowed).to(scores.dtype).mul_(torch.finfo(scores.dtype).min / 2)
-            kept = _keep_best(scores.add_(hidden), count) & allowed
+            scores.add_((~allowed).to(scores.dtype).mul_(torch.finfo(scores.dtype).min / 2))
+            kept = _keep_best(scores, count) & allowed
         # Each kept key goes to the place of its number among those that are kept; the others before the first place.
         places_of_kept = kept.cumsum(-1, dtype=torch.int32).mul_(kept)
         numbers = torch.arange(keys.start, keys.stop, dtype=torch.int32, device=chosen.device).expand(kept.shape)
