@@ -38,8 +38,9 @@ FLAGS = """
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 48 --max-position-embeddings 48
     --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --hidden-dropout 0
     --attention-dropout 0 --micro-batch-size 16 --global-batch-size 16 --lr 3e-3 --min-lr 1e-4 --split 1,0,0
-    --init-method-std 0.1 --eval-iters 0 --log-interval 20 --vision-num-layers 2 --vision-hidden-size 64 --vision-ffn-hidden-size 128
-    --vision-num-attention-heads 4 --img-h 32 --img-w 32 --patch-dim 8 --disable-vision-class-token
+    --init-method-std 0.1 --eval-iters 0 --log-interval 20 --vision-num-layers 2 --vision-hidden-size 64
+    --vision-ffn-hidden-size 128 --vision-num-attention-heads 4 --img-h 32 --img-w 32 --patch-dim 8
+    --disable-vision-class-token
     --tokenizer-type HuggingFaceTokenizer --make-vocab-size-divisible-by 16
 """
 
