@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import functools
+import inspect
 import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
-from megatron.core.errors import ConfigError
+from megatron.core.errors import ConfigError, UnknownFieldError
 from megatron.core.setting import (
     CHANGES_THE_RUN,
     FieldKind,
@@ -140,6 +142,12 @@ def _broken_fields(config: Any) -> dict[str, str]:
     return {name: problem for name, problem in found.items() if problem is not None}
 
 
+def _describe_unknown(cls: type, name: str) -> str:
+    close = difflib.get_close_matches(name, get_settings(cls), n=1, cutoff=0.8)
+    remedy = f"use {close[0]}" if close else "leave it out, or add it in a subclass"
+    return f"{cls.__name__} has no field {name}; {remedy}"
+
+
 class CheckedConfig:
     """A config that fills in what follows from its fields and checks itself when it is made.
 
@@ -149,6 +157,13 @@ class CheckedConfig:
 
     usual_kind: ClassVar[FieldKind | None] = None
     """Kind of the fields that a class declares, where a field says no other."""
+
+    def __new__(cls, *_: Any, **named: Any) -> Any:
+        """Refuse arguments that the class's constructor does not have."""
+        taken = inspect.signature(cls.__init__).parameters
+        if named.keys() - taken and not any(one.kind is one.VAR_KEYWORD for one in taken.values()):
+            raise UnknownFieldError([_describe_unknown(cls, name) for name in named if name not in taken])
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         problems = check(self)

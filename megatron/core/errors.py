@@ -58,6 +58,10 @@ class ConfigError(MegatronError):
         super().__init__("; ".join(self.problems))
 
 
+class UnknownFieldError(ConfigError, TypeError):
+    """An argument that a config class has no field for; Python's own error for it is a TypeError."""
+
+
 class UnsupportedError(MegatronError, NotImplementedError):
     """A name of upstream's was called that exists here only so that programs can import it."""
 

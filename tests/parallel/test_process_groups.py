@@ -132,6 +132,9 @@ def test_parallel_state_is_a_view_of_the_current_collection() -> None:
     assert parallel_state.get_pipeline_model_parallel_prev_rank() == (rank + 2) % 4
     assert parallel_state.is_pipeline_first_stage() == (rank < 2)
     assert parallel_state.is_pipeline_last_stage() == (rank >= 2)
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(2)
+    last = [parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk) for chunk in (0, 1)]
+    assert last == [False, rank >= 2]
     assert parallel_state.get_data_parallel_world_size() == 1
     assert parallel_state.is_rank_in_position_embedding_group() == (rank < 2)
     with pytest.raises(RuntimeError, match="exist already"):

@@ -214,7 +214,7 @@ def save_and_load(model: Any, optimizer: Any, scheduler: Any, path: Path) -> Non
     load = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(path)), replicas)
     found = dist_checkpointing.load(
         make_state(model, optimizer, scheduler, is_loading=True), str(path), sharded_strategy=load,
-        strict=StrictHandling.ASSUME_OK_UNEXPECTED,
+        strict=StrictHandling.RAISE_ALL,  # keys of all stages together
     )  # fmt: skip
     model.module.load_state_dict(found["model"])
     optimizer.load_state_dict(found["optimizer"])

@@ -107,12 +107,13 @@ def load(
 ) -> Any:
     """The dictionary with tensors in place of ShardedTensors, and with all that was saved with them.
 
-    The tensors are the ShardedTensors' data, filled in place. What the checkpoint holds beyond the ShardedTensors asked
-    for is left alone; with strict="raise_all" or "raise_unexpected" (or StrictHandling's member) it is refused, and
-    with "return_all" or "return_unexpected" the keys that are missing (none: those are always refused) and those beyond
-    are returned as well, (dictionary, missing, unexpected) or (dictionary, unexpected).
-    Raises CheckpointError for a checkpoint that is not
-    complete or that lacks a tensor, ModelMismatchError for another shape.
+    The tensors are the ShardedTensors' data, filled in place. strict, a member of StrictHandling or its text, says what
+    becomes of keys that are asked for and not in the checkpoint ("unexpected") and of those in it that no process asks
+    for ("missing"). assume_ok_unexpected, the default, and raise_unexpected refuse the former, raise_all both. With the
+    other values the former have no entry in the result. log_* warn of them, log_all of the latter too; return_* return
+    (dictionary, missing, unexpected), with what is missing for return_all.
+    Raises CheckpointError for a checkpoint that is not complete, ModelMismatchError for a tensor that it lacks or that
+    has another shape.
     """
     _refuse_strategies(sharded_strategy, common_strategy)
     found = _find(checkpoint_dir, _everyone())
@@ -122,26 +123,31 @@ def load(
         raise ConfigError(f"load() has no strict={strict!r}; use one of {', '.join(STRICT)}")
     objects: list[ShardedObject] = []
     wanted = _without_tensors(dict(sharded_state_dict), (), tensors, keep=True, objects=objects)
-    unexpected = _find_unexpected(found.path, tensors) if how not in ("assume_ok_unexpected", "ignore_all") else set()
-    if unexpected and how.startswith("raise"):
-        more = ", ".join(shorten_list(sorted(unexpected)))
-        raise CheckpointError(f"{checkpoint_dir} also holds {more}, which nobody asked for")
-    if unexpected and how.startswith("log"):
-        warnings.warn(f"{checkpoint_dir} also holds {', '.join(shorten_list(sorted(unexpected)))}", stacklevel=2)
+    missing, unexpected = _compare_keys(found.path, tensors, objects, with_missing=how.endswith("_all"))
+    if missing and how == "raise_all":
+        raise CheckpointError(f"{checkpoint_dir} also holds {_join(missing)}, which nobody asked for")
+    if missing and how == "log_all":
+        warnings.warn(f"{checkpoint_dir} also holds {_join(missing)}", stacklevel=2)
+    if unexpected and how not in _REFUSE:
+        if how.startswith("log"):
+            warnings.warn(f"{checkpoint_dir} lacks {_join(unexpected)}", stacklevel=2)
+        tensors, objects = {}, []
+        kept = _leave_out(sharded_state_dict, unexpected)
+        wanted = _without_tensors(kept, (), tensors, keep=True, objects=objects)
     _fill_objects(objects, found.path)
     wanted = _with_objects(wanted)
     common, whole = _common_of(found.path)
     tensors |= {tensor.key: tensor for tensor in whole if tensor.key not in tensors}
     serialization.load(tensors, found, _everyone(), may_have_more=True)
     state = _merged(common, wanted)
-    if how == "return_all":
-        return state, set(), unexpected
-    return (state, unexpected) if how == "return_unexpected" else state
+    return (state, missing, unexpected) if how.startswith("return") else state
 
 
 STRICT = ("assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all", "return_unexpected",
           "return_all", "ignore_all")  # fmt: skip
-"""Values of `strict`: the treatment of keys that a checkpoint holds beyond those asked for."""
+"""Values of `strict`: the treatment of keys that only the request or only the checkpoint has."""
+_REFUSE = ("assume_ok_unexpected", "raise_unexpected", "raise_all")
+"""Those with which all keys that are asked for have to be there."""
 
 
 def load_content_metadata(checkpoint_dir: str | Path | None = None, *, preloaded_state_dict: Any = None) -> Any:
@@ -169,9 +175,38 @@ def _read(checkpoint: Path, name: str) -> dict[str, Any]:
     return dict(serialization.read_document(checkpoint, name)) if (checkpoint / f"{name}.json").exists() else {}
 
 
-def _find_unexpected(checkpoint: Path, tensors: ShardedStateDict) -> set[str]:
-    known = {*tensors, *(tensor.key for tensor in _common_of(checkpoint)[1])}
-    return set(load_tensors_metadata(checkpoint)) - known
+def _compare_keys(
+    checkpoint: Path, tensors: ShardedStateDict, objects: Sequence[ShardedObject], *, with_missing: bool
+) -> tuple[set[str], set[str]]:
+    """Return the keys of tensors that no process asks for, if with_missing, and all keys that the checkpoint lacks of
+    those that this process asks for."""
+    held, saved = set(load_tensors_metadata(checkpoint)), _read(checkpoint, OBJECTS) if objects else {}
+    of_tensors = {
+        tensor.key
+        for tensor in tensors.values()
+        if not tensor.is_optional and held.isdisjoint((tensor.key, tensor.fallback_key))
+    }
+    lacking = of_tensors | {one.key for one in objects if one.unique_key not in saved}
+    if not with_missing:
+        return set(), lacking
+    asked = {name for tensor in tensors.values() for name in (tensor.key, tensor.fallback_key)}
+    whole = {tensor.key for tensor in _common_of(checkpoint)[1]}
+    return held - whole - set().union(*all_gather_object(asked, _everyone())), lacking
+
+
+def _leave_out(state: Any, keys: set[str]) -> Any:
+    """The dictionary without the sharded entries of these keys."""
+    if not isinstance(state, Mapping):
+        return state
+    return {
+        name: _leave_out(value, keys)
+        for name, value in state.items()
+        if not (isinstance(value, ShardedTensor | ShardedObject) and value.key in keys)
+    }
+
+
+def _join(keys: set[str]) -> str:
+    return ", ".join(shorten_list(sorted(keys)))
 
 
 # ---- objects of single processes

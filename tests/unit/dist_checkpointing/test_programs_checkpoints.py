@@ -70,9 +70,27 @@ def test_what_nobody_asked_for_and_what_is_no_object(tmp_path: Path) -> None:
     both = {name: ShardedTensor.whole(name, torch.ones(2)) for name in ("a", "b")}
     dist_checkpointing.save(both, tmp_path / "saved")
     with pytest.raises(CheckpointError, match="also holds b"):
-        dist_checkpointing.load({"a": both["a"]}, tmp_path / "saved", strict="raise_unexpected")
-    _, missing, unexpected = dist_checkpointing.load({"a": both["a"]}, tmp_path / "saved", strict="return_all")
-    assert (missing, unexpected) == (set(), {"b"})
+        dist_checkpointing.load({"a": both["a"]}, tmp_path / "saved", strict="raise_all")
+    asked = {
+        "a": both["a"],
+        "c": ShardedTensor.whole("c", torch.zeros(2)),
+        "more": {"o": ShardedObject("o", 0, (1,), (0,))},
+    }
+
+    def load(strict: str) -> Any:
+        return dist_checkpointing.load(asked, tmp_path / "saved", strict=strict)
+
+    for strict in ("assume_ok_unexpected", "raise_unexpected"):
+        with pytest.raises(CheckpointError, match="c is missing|lacks the object o"):
+            load(strict)
+    found, missing, unexpected = load("return_all")
+    assert "c" not in found and not found.get("more") and (missing, unexpected) == ({"b"}, {"c", "o"})
+    assert load("return_unexpected")[1:] == (set(), {"c", "o"}) and "c" not in load("ignore_all")
+    with pytest.warns(UserWarning, match="lacks c, o") as told:
+        load("log_unexpected")
+    with pytest.warns(UserWarning, match="also holds b") as more:
+        load("log_all")
+    assert (len(told), len(more)) == (1, 2)
     with pytest.raises(ConfigError, match="no strict='loud'"):
         dist_checkpointing.load({"a": both["a"]}, tmp_path / "saved", strict="loud")
     with pytest.raises(CheckpointError, match="lacks the object rng"):

@@ -78,6 +78,25 @@ def test_fields_take_upstreams_values_when_a_config_is_made_and_later(
     assert (optimizer.min_lr, optimizer.main_grads_dtype, optimizer.exp_avg_dtype) == (0.0, "fp32", "fp32")
 
 
+def test_arguments_that_a_config_does_not_have_are_named() -> None:
+    for error in (ConfigError, TypeError):
+        with pytest.raises(
+            error, match="OptimizerConfig has no field eps; leave it out, or .+ has no field clip_grd; use"
+        ):
+            OptimizerConfig(eps=1e-8, clip_grd=1.0)  # type: ignore[call-arg]
+
+    class OwnConfig(TransformerConfig):
+        def __init__(self, source: str, **named: Any) -> None:
+            super().__init__(**SIZES | named)
+
+    assert OwnConfig(source="program", add_qkv_bias=True).add_qkv_bias
+
+
+def test_a_plan_of_two_schedules_is_refused() -> None:
+    with pytest.raises(MegatronError, match="build_schedule_plan .+: .+ --overlap-moe-expert-parallel-comm"):
+        GPTModel.build_schedule_plan(None, None, None, labels=None)
+
+
 SIGNATURE = inspect.signature(mpu.initialize_model_parallel).parameters
 EFFECTIVE = {
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",

@@ -318,9 +318,6 @@ def test_getters_of_groups(pretended: Any) -> None:
     pretended(3, pp=4)
     assert parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=1, vp_size=2)
     assert not parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=0, vp_size=2)
-    parallel_state.set_virtual_pipeline_model_parallel_world_size(2)
-    assert [parallel_state.is_pipeline_last_stage(False, chunk) for chunk in (0, 1)] == [False, True]
-    parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
     assert not parallel_state.is_pipeline_first_stage(ignore_virtual=True)
 
 

@@ -19,7 +19,7 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.models.common.embeddings.rotary_choice import build_rotary_embeddings
 from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding
 from megatron.core.models.common.language_module import LanguageModule
-from megatron.core.models.gpt.upstream_arguments import check_arguments, refuse_arguments
+from megatron.core.models.gpt.upstream_arguments import check_arguments, refuse_arguments, refuse_schedule_plan
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.plan.stages import build_pipeline_layout, find_embedding_use, fit_virtual_stages
 from megatron.core.process_groups_config import Group, ProcessGroupCollection
@@ -162,6 +162,8 @@ class GPTModel(LanguageModule):
             if self.is_frozen and not name.startswith("mtp."):
                 parameter.requires_grad_(False)
 
+    build_schedule_plan = refuse_schedule_plan
+
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
         """Hidden states [s, b, h] from the previous stage, for the next forward call."""
         self._input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
@@ -247,9 +249,8 @@ class GPTModel(LanguageModule):
         more |= {} if streams is None else {"streams": streams}
         output: Tensor = self._postprocess(
             hidden_states=hidden_states, input_ids=input_ids, position_ids=position_ids, labels=labels,
-            rotary_pos_emb=inputs, loss_mask=loss_mask, attention_mask=attention_mask,
-            packed_seq_params=packed_seq_params, runtime_gather_output=runtime_gather_output,
-            inference_context=inference_context, **more,
+            packed_seq_params=packed_seq_params, runtime_gather_output=runtime_gather_output, rotary_pos_emb=inputs,
+            loss_mask=loss_mask, attention_mask=attention_mask, inference_context=inference_context, **more,
         )  # fmt: skip
         return output
 

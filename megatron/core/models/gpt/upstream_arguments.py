@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
-from megatron.core.errors import ConfigError
+from megatron.core.errors import ConfigError, UnsupportedError
 
 
 def refuse_arguments(**given: Any) -> None:
@@ -27,6 +27,14 @@ def refuse_arguments(**given: Any) -> None:
     problems = [f"forward() has no {name}: {instead[name]}; leave it out" for name in asked]
     if problems:
         raise ConfigError(problems)
+
+
+def refuse_schedule_plan(*args: Any, **named: Any) -> NoReturn:
+    """Raise UnsupportedError in place of a method of upstream, which programs call in separate schedules."""
+    raise UnsupportedError(
+        "GPTModel.build_schedule_plan has nothing behind it here: experts' exchange runs beside computation by "
+        "--overlap-moe-expert-parallel-comm, or that field of the config, in every pass of get_forward_backward_func()"
+    )
 
 
 def check_arguments(fp16_lm_cross_entropy: bool, position_embedding_type: str) -> None:
