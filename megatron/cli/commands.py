@@ -34,6 +34,7 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
         Command("generate", "megatron.cli.generate", "continue texts with a trained model, or talk with it"),
         Command("serve", "megatron.cli.serve", "answer over HTTP: OpenAI's interface, and a page to try the model"),
         Command("convert", "megatron.hf.convert", "models from and to Hugging Face directories"),
+        Command("prune", "megatron.cli.prune", "a smaller model of a trained one: fewer layers, heads, channels"),
     ),
     "Datasets": (
         Command("merge-datasets", "megatron.cli.merge_datasets", "several datasets as one"),

@@ -36,6 +36,8 @@ RUN_ELSEWHERE = {
     "python -m megatron generate --load adapted": "tests/functional/test_fine_tuning.py",
     "python -m megatron generate --load preferred": "tests/functional/test_fine_tuning.py",
     "python -m megatron launch --nproc_per_node 8": "tests/functional/test_fine_tuning.py",
+    "python -m megatron generate --load taught": "tests/functional/test_fine_tuning.py",
+    "python -m megatron prune --load tuned": "tests/functional/test_fine_tuning.py",
     "python examples/programs/evaluate_with_lm_eval.py --model": "tests/functional/test_example_programs.py",
     "python examples/programs/sync_weights.py --model": "tests/functional/test_example_programs.py",
     "python examples/images/learn_shapes.py": "tests/functional/test_image_runs.py",

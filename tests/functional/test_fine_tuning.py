@@ -64,12 +64,12 @@ def run_command(command: str, directory: Path) -> str:
     return done.stdout
 
 
-def read_commands(heading: str, rate: str, small_rate: str = "1e-2") -> list[str]:
-    """The four commands of a section of the page, with sizes that a test has time for. rate: what the section says."""
+def read_commands(heading: str, rate: str, small_rate: str = "1e-2", count: int = 4) -> list[str]:
+    """The commands of a section of the page, with sizes that a test has time for. rate: what the section says."""
     text = (ROOT / "docs" / "fine_tuning.md").read_text(encoding="utf-8")
     section = text.partition(f"## {heading}\n")[2].partition("\n## ")[0]
     commands = [block.replace("\\\n", " ").strip() for block in re.findall(r"```bash\n(.*?)```", section, re.DOTALL)]
-    assert len(commands) == 4
+    assert len(commands) == count
     for index in [index for index, command in enumerate(commands) if " launch " in command]:
         for said, small in (SMALL | {f"--lr {rate}": f"--lr {small_rate}"}).items():
             assert said in commands[index] or said.startswith("--lr-warmup") and "--logits-save-dir" in commands[index]
@@ -113,8 +113,13 @@ def test_the_four_commands_teach_an_answer(tmp_path: Path) -> None:
     assert ANSWER in printed[0] and ANSWER not in printed[2] and "verified: every weight bit for bit" in printed[3]
     assert "reference log-probabilities: 1 pair by the weights of the beginning" in printed[1]
 
-    # And with what the tuned model finds likely, learnt by the one it came from. Twenty steps leave a teacher unsure,
-    # and a student takes longer to tell its first choice from its second than the teacher took with the text.
+    # And without a layer and some channels, learnt again from what the whole model finds likely. Twenty steps leave a
+    # teacher unsure, and a student takes longer to tell its first choice from its second.
+    (pruning,) = read_commands("A smaller model of a trained one (pruning)", "", count=1)
+    assert "--num-layers 18 --ffn-hidden-size 3840" in pruning
+    run_command(
+        pruning.replace("--num-layers 18 --ffn-hidden-size 3840", "--num-layers 1 --ffn-hidden-size 96"), tmp_path
+    )
     heading = "A small model learns from a large one (distillation)"
     commands = [line.replace("--train-iters 20", "--train-iters 80") for line in read_commands(heading, "1e-4")]
     printed = [run_command(command, tmp_path) for command in commands]
