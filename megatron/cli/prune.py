@@ -5,7 +5,7 @@
 
 What is not given stays. The result is a checkpoint of weights, which --pretrained-checkpoint begins a run with; by
 itself it is a poor model, and learns again from the one that it came from (docs/fine_tuning.md). The pruned model's
-logits are compared with those of the whole one whose removed parts are zero, before the result has its name.
+logits are compared with the whole model's, whose removed parts are zero, before the result has its name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.core.errors import ConfigError, DataError, command_line
 from megatron.training.flags.argument import ProgramParser, path
 
 if TYPE_CHECKING:
-    from megatron.core.post_training.pruning import Sizes
+    from megatron.core.post_training.pruning import ModelSizes
 
 _WIDTHS = {
     "num_layers": "layers",
@@ -56,13 +56,13 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def choose_sizes(arguments: argparse.Namespace, full: Sizes) -> Sizes:
+def choose_sizes(arguments: argparse.Namespace, full: ModelSizes) -> ModelSizes:
     """The sizes that were asked for. Raises ConfigError for those that the model does not have."""
-    from megatron.core.post_training.pruning import Sizes
+    from megatron.core.post_training.pruning import ModelSizes
 
     asked = {name: getattr(arguments, name) for name in _WIDTHS}
     if asked["num_query_groups"] is None and full.heads == full.groups:
-        asked["num_query_groups"] = asked["num_attention_heads"]  # each head has a key of its own
+        asked["num_query_groups"] = asked["num_attention_heads"]  # no two heads share a key
     if asked["num_attention_heads"] is None and asked["num_query_groups"] is not None:
         asked["num_attention_heads"] = full.heads // full.groups * asked["num_query_groups"]
     names = ("layers", "hidden", "ffn", "heads", "groups")
@@ -78,7 +78,7 @@ def choose_sizes(arguments: argparse.Namespace, full: Sizes) -> Sizes:
             f"give a multiple of {groups}, or --num-query-groups"
         )
     layers, hidden, ffn, heads, groups = found.values()
-    return Sizes(layers, hidden, ffn, heads, groups, full.head_width, full.is_gated)
+    return ModelSizes(layers, hidden, ffn, heads, groups, full.head_width, full.is_gated)
 
 
 def read_samples(file: Path, count: int, longest: int, tokenizer: Any) -> list[list[int]]:

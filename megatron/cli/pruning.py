@@ -19,8 +19,8 @@ from megatron.core.flag_texts import layer_pattern
 from megatron.core.placement import Placement, get_placement
 from megatron.core.post_training.pruning import (
     Importance,
-    Kept,
-    Sizes,
+    KeptParts,
+    ModelSizes,
     choose_kept,
     find_axes,
     prune,
@@ -44,7 +44,7 @@ class PruningSource:
         self.checkpoint = OpenCheckpoint(root, iteration)
         self.config = self.checkpoint.read_config()
         model = self.config.model
-        self.sizes = Sizes(
+        self.sizes = ModelSizes(
             model.num_layers, model.hidden_size or 0, model.ffn_hidden_size or 0, model.num_attention_heads,
             model.num_query_groups or 0, model.kv_channels or 0, model.gated_linear_unit,
         )  # fmt: skip
@@ -53,7 +53,7 @@ class PruningSource:
         self.whole = load_trained_model(self.checkpoint.path)
 
 
-def prune_checkpoint(source: PruningSource, wanted: Sizes, samples: Sequence[Sequence[int]], output: Path) -> str:
+def prune_checkpoint(source: PruningSource, wanted: ModelSizes, samples: Sequence[Sequence[int]], output: Path) -> str:
     """Write the parts of a model that matter most on some texts as the new directory of checkpoints `output`.
 
     samples: tokens of each text. Returns the sentence to print. Raises ConfigError for sizes that cannot be, and
@@ -73,7 +73,7 @@ def prune_checkpoint(source: PruningSource, wanted: Sizes, samples: Sequence[Seq
 class ImportanceMeter:
     """Adds up the importance of a model's parts in each of its passes, until the block ends."""
 
-    def __init__(self, model: nn.Module, full: Sizes) -> None:
+    def __init__(self, model: nn.Module, full: ModelSizes) -> None:
         self._full, self._tokens = full, 0
         self._layers = torch.zeros(full.layers, dtype=torch.float64)
         self._ffn = torch.zeros(full.layers, full.ffn, dtype=torch.float64)
@@ -135,7 +135,7 @@ def compute_logits(model: nn.Module, tokens: Sequence[int]) -> Tensor:
     return logits
 
 
-def measure(model: nn.Module, full: Sizes, samples: Sequence[Sequence[int]]) -> Importance:
+def measure(model: nn.Module, full: ModelSizes, samples: Sequence[Sequence[int]]) -> Importance:
     """The importance of the model's parts on some texts."""
     begun = shown = time.monotonic()
     with ImportanceMeter(model, full) as meter:
@@ -147,7 +147,7 @@ def measure(model: nn.Module, full: Sizes, samples: Sequence[Sequence[int]]) -> 
     return meter.importance
 
 
-def build_config(config: RunConfig, kept: Kept, full: Sizes, wanted: Sizes) -> RunConfig:
+def build_config(config: RunConfig, kept: KeptParts, full: ModelSizes, wanted: ModelSizes) -> RunConfig:
     """The settings of the pruned model. Raises ConfigError where they cannot be."""
     model, changes = config.model, dict[str, Any]()
     if wanted.layers < full.layers:
@@ -177,7 +177,7 @@ def build_config(config: RunConfig, kept: Kept, full: Sizes, wanted: Sizes) -> R
     )  # fmt: skip
 
 
-def write(checkpoint: OpenCheckpoint, root: Path, config: RunConfig, kept: Kept, full: Sizes) -> None:
+def write(checkpoint: OpenCheckpoint, root: Path, config: RunConfig, kept: KeptParts, full: ModelSizes) -> None:
     """Write the pruned checkpoint into a directory."""
     offset = 1.0 if config.model.layernorm_zero_centered_gamma else 0.0
 
@@ -198,7 +198,7 @@ def write(checkpoint: OpenCheckpoint, root: Path, config: RunConfig, kept: Kept,
     write_checkpoint(root, tensors, config, attachments)
 
 
-def verify(pruned: Path, source: PruningSource, kept: Kept, tokens: Sequence[int]) -> str:
+def verify(pruned: Path, source: PruningSource, kept: KeptParts, tokens: Sequence[int]) -> str:
     """Compare the pruned model's logits with the whole one's, whose removed parts become zero; the sentence to print.
 
     Raises CheckpointError where they differ.

@@ -29,6 +29,7 @@ from megatron.training.flags.argument import ProgramParser, path
 if TYPE_CHECKING:
     from megatron.core.device_graphs import Recorder
     from megatron.core.inference.engine import Engine
+    from megatron.core.inference.named_adapters import NamedAdapters
     from megatron.core.inference.speculation import Drafter
     from megatron.serving.answers import ServedModel
     from megatron.training.checkpoint.trained_model import TrainedModel
@@ -44,6 +45,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add_model_arguments(parser)
     add = parser.add_argument_group("the server").add_argument
     add("--served-model-name", metavar="NAME", help="what clients call the model (the directory's name)")
+    add("--adapter", metavar="NAME=DIR", nargs="+", action="extend", default=[], type=_read_adapter, dest="adapters",
+        help="checkpoints of adapters (--save-adapter-only), each a further model of this name")  # fmt: skip
     add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine alone)")
     add("--port", metavar="N", type=int, default=5000, help="port (5000); 0: any that is free")
     add("--api-key", metavar="KEY", help=f"what clients must send; else {_KEY_VARIABLE} of the environment")
@@ -73,9 +76,22 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         )
     if not 0 <= arguments.shutdown_timeout < float("inf"):
         raise ConfigError(f"--shutdown-timeout {arguments.shutdown_timeout} must be at least 0, a number of seconds")
+    if arguments.adapters and arguments.num_speculative_tokens and arguments.speculate == "mtp":
+        raise ConfigError("--speculate mtp reads the states of one pass, and --adapter makes several; leave one out")
+    names = [name for name, _ in arguments.adapters]
+    if repeated := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"--adapter: the name {min(repeated)} is given twice")
     if not arguments.load.exists():
         raise ConfigError(f"--load {arguments.load} does not exist")
     return arguments
+
+
+def _read_adapter(text: str) -> tuple[str, Path]:
+    """A name and a directory, NAME=DIR."""
+    name, equals, directory = text.partition("=")
+    if not (name and equals and directory):
+        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=DIR")
+    return name, path(directory)
 
 
 def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -180,13 +196,33 @@ def build_engine(
         graph_sizes=choose_graphs(arguments, trained, recorder),
     )
     drafter = build_drafter(arguments, trained, longest)
-    engine = Engine(trained.model, settings, vocab_size=trained.vocab_size, drafter=drafter, recorder=recorder)
+    adapters = load_adapters(arguments, trained)
+    engine = Engine(
+        trained.model, settings, vocab_size=trained.vocab_size, drafter=drafter, recorder=recorder, adapters=adapters
+    )
     tokenizer = trained.tokenizer
     ends = [tokenizer.eod] if tokenizer.eod is not None and tokenizer.eod >= 0 else []
     if tokenizer.chat_template is not None:
         ends += tokenizer.find_answer_ends()
     name = arguments.served_model_name or Path(arguments.load).resolve().name
-    return engine, ServedModel(name, tokenizer, longest, trained.vocab_size, tuple(dict.fromkeys(ends)))
+    if name in adapters.names:
+        raise ConfigError(f"--adapter {name}=...: the model has this name; give another, or --served-model-name")
+    facts = (name, tokenizer, longest, trained.vocab_size, tuple(dict.fromkeys(ends)))
+    return engine, ServedModel(*facts, adapters=adapters.names)
+
+
+def load_adapters(arguments: argparse.Namespace, trained: TrainedModel) -> NamedAdapters:
+    """The adapters of the command line. Raises CheckpointError for another model's."""
+    from megatron.core.inference.named_adapters import NamedAdapters
+    from megatron.training.checkpoint.trained_model import add_trained_adapters
+
+    if arguments.adapters and trained.config.model.lora_rank is not None:
+        raise ConfigError(f"--load {arguments.load} has adapters already; give the model that --adapter belongs to")
+    found = NamedAdapters()
+    for name, directory in arguments.adapters:
+        add_trained_adapters(trained, directory, f"--adapter {name}=")
+        found.take(name, trained.model)
+    return found
 
 
 def choose_graphs(arguments: argparse.Namespace, trained: TrainedModel, recorder: Recorder | None) -> tuple[int, ...]:
@@ -199,6 +235,8 @@ def choose_graphs(arguments: argparse.Namespace, trained: TrainedModel, recorder
     if not sizes or arguments.inference_cuda_graph_scope == "none":
         return ()
     obstacle = "there is no GPU" if recorder is None else find_obstacle(ModelRunner(trained.model).core)
+    if obstacle is None and arguments.adapters:
+        obstacle = "--adapter changes layers between passes"
     if obstacle is None and arguments.speculate == "mtp" and arguments.num_speculative_tokens:
         obstacle = "--speculate mtp reads the states of each pass"
     if obstacle is None:

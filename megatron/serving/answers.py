@@ -8,7 +8,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,12 +38,22 @@ class ServedModel:
     vocab_size: int
     chat_ends: tuple[int, ...]
     """Tokens of which each ends an answer in a conversation."""
+    adapters: tuple[str, ...] = ()
+    """Names of adapters, each of which makes a further model of it."""
+    adapter: str | None = None
+    """The one that is in use."""
 
     @property
     def ends(self) -> tuple[int, ...]:
         """Tokens of which each ends a text."""
         eod = self.tokenizer.eod
         return () if eod is None or eod < 0 else (eod,)
+
+    def choose(self, name: str | None) -> ServedModel | None:
+        """The model of this name, with the adapters that have it; None where there is none."""
+        if name in self.adapters:
+            return replace(self, name=str(name), adapter=name)
+        return self if name in (None, "", self.name, "EMPTY") else None
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Raise BadRequest for ids that are no tokens."""
@@ -140,6 +150,7 @@ def list_asked(
         "min_new_tokens": body.min_tokens or 0,
         "logprobs": logprobs,
         "prompt_logprobs": prompt_logprobs,
+        "adapter": served.adapter,
     }
 
 
@@ -148,7 +159,7 @@ class Batch:
 
     def __init__(self, service: Service, served: ServedModel, metrics: ServerMetrics, timeout: float) -> None:
         """timeout: seconds after which all are cut off."""
-        self._service, self._served, self._metrics = service, served, metrics
+        self._service, self.served, self._metrics = service, served, metrics
         self._deadline = time.monotonic() + timeout
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[Answer, RequestEvent]] = asyncio.Queue()
@@ -157,7 +168,7 @@ class Batch:
     def add(self, asked: dict[str, Any], stops: Sequence[str]) -> None:
         """Add a text; work begins with `pieces`."""
         prompt = asked["prompt"]
-        answer = Answer(len(self.answers), prompt, TextStream(self._served.tokenizer, prompt, stops))
+        answer = Answer(len(self.answers), prompt, TextStream(self.served.tokenizer, prompt, stops))
         answer.job = ServedRequest(asked, partial(self._note, answer))
         self.answers.append(answer)
 

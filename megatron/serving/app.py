@@ -178,11 +178,13 @@ class Application:
         """The model, if it answers. Raises BadRequest where it does not, or has another name."""
         if self.served is None or self.service.state != "ready":
             raise BadRequest(f"the model is {self.service.state}", status=503, code=self.service.state)
-        if name not in (None, "", self.served.name, "EMPTY"):
+        found = self.served.choose(name)
+        if found is None:
+            names = " or ".join(map(repr, (self.served.name, *self.served.adapters)))
             raise BadRequest(
-                f"model {name[:100]!r} is not here; the model is {self.served.name!r}", "model", 404, "model_not_found"
+                f"model {str(name)[:100]!r} is not here; the model is {names}", "model", 404, "model_not_found"
             )
-        return self.served
+        return found
 
     # ---- small ones
 
@@ -221,7 +223,9 @@ class Application:
         return _responses.PlainTextResponse(self.metrics.format(gauges, counters))
 
     async def _list_models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._describe(self._find_model())]})
+        served = self._find_model()
+        models = [served, *map(self._find_model, served.adapters)]
+        return JSONResponse({"object": "list", "data": [self._describe(model) for model in models]})
 
     async def _show_model(self, request: Request) -> Response:
         return JSONResponse(self._describe(self._find_model(request.path_params["name"])))
@@ -393,8 +397,8 @@ class Application:
         describe: Callable[[AnswerDelta, bool], dict[str, Any]],
     ) -> Response:  # fmt: skip
         """kinds: prefix of the id, name of a whole answer and of a part of one."""
-        served, (prefix, whole, part) = self._find_model(), kinds
-        common = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": served.name}
+        prefix, whole, part = kinds
+        common = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": batch.served.name}
         if not body.stream:
             await self._collect(request, batch)
             choices = [describe(AnswerDelta(each, each.stream.text, each.new), True) for each in batch.answers]

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from megatron.core.device_graphs import Recorder
 from megatron.core.errors import ConfigError
 from megatron.core.inference.model_runner import ModelRunner
+from megatron.core.inference.named_adapters import NamedAdapters
 from megatron.core.inference.request import EndedBy, Request, TokenLogprobs
 from megatron.core.inference.sampling import choose_next_tokens
 from megatron.core.inference.scheduler import RequestSlice, Scheduler
@@ -96,12 +97,14 @@ class Engine:
         vocab_size: int | None = None,
         drafter: Drafter | None = None,
         recorder: Recorder | None = None,
+        adapters: NamedAdapters | None = None,
     ) -> None:
         """model: see ModelRunner; its weights are not copied, and `forget_contents` says that they have changed.
         vocab_size: tokens from this id on are padding and never chosen. drafter: of tokens that a pass of the model
-        confirms several of. recorder: of passes with `settings.graph_sizes`."""
+        confirms several of. recorder: of passes with `settings.graph_sizes`. adapters: of the model,
+        which requests ask for by name; texts with different ones are read in different passes."""
         self.settings, self.vocab_size, self.drafter = settings, vocab_size, drafter
-        self.runner = ModelRunner(model)
+        self.runner, self.adapters = ModelRunner(model), adapters or NamedAdapters()
         longest = settings.max_sequence_length + (0 if drafter is None else drafter.most)
         # In whole pages: texts do not share the rest of one.
         room = settings.capacity_tokens or settings.max_requests * -(-longest // PAGE_TOKENS) * PAGE_TOKENS
@@ -144,6 +147,8 @@ class Engine:
                 f"the prompt has {length} tokens, and texts have at most {most}, of which one must stay free: shorten "
                 "the prompt"
             )
+        if request.adapter is not None and request.adapter not in self.adapters.names:
+            raise ConfigError(f"there are no adapters of the name {request.adapter}")
         request.number = self._numbers
         self._numbers += 1
         request.limit = min(length + request.max_new_tokens, most)
@@ -191,17 +196,17 @@ class Engine:
                     self.drafter.forget(request)
         if not parts:
             return []
-        tokens = [self._list_tokens(part) for part in parts]
+        # Those with the same adapters side by side, each group in the order that it had.
+        parts.sort(key=lambda part: part.request.adapter or "")
         wanted = [self._count_wanted(part) for part in parts]
-        if self.settings.batch_invariant:
-            wanted = [max(1, count) for count in wanted]
-            passes = [self._run(parts[i : i + 1], tokens[i : i + 1], wanted[i : i + 1]) for i in range(len(parts))]
-            own = [logits for logits in passes if logits is not None]
-            logits = torch.cat(own) if own else None
-        else:
-            if not any(wanted):
-                wanted[-1] = 1  # some logits at least: products of nothing are not what kernels are made for
-            logits = self._run(parts, tokens, wanted)
+        passes = []
+        for group in self._divide(parts):
+            if not any(wanted[group]):
+                # Some logits at least: products of nothing are not what kernels are made for.
+                wanted[group.stop - 1] = 1
+            passes.append(self._run(parts[group], wanted[group]))
+        own = [logits for logits in passes if logits is not None]
+        logits = torch.cat(own) if own else None
         choices = None
         if logits is not None and self.runner.decides:
             choices = self._choose(parts, logits, wanted)
@@ -223,7 +228,18 @@ class Engine:
             self.scheduler.note_read(part.request)
         return finished
 
-    def _run(self, parts: list[RequestSlice], tokens: list[list[int]], wanted: list[int]) -> Tensor | None:
+    def _divide(self, parts: list[RequestSlice]) -> Iterator[slice]:
+        """Yield the parts of each pass of the model: those with the same adapters, or each by itself."""
+        names = [part.request.adapter for part in parts]
+        first = 0
+        for end in range(1, len(parts) + 1):
+            if self.settings.batch_invariant or end == len(parts) or names[end] != names[first]:
+                yield slice(first, end)
+                first = end
+
+    def _run(self, parts: list[RequestSlice], wanted: list[int]) -> Tensor | None:
+        tokens = [self._list_tokens(part) for part in parts]
+        self.adapters.use(parts[0].request.adapter)
         self.state.rows = [part.request.held for part in parts if part.request.held is not None]
         return self.runner.run(tokens, self.state, wanted)
 

@@ -42,6 +42,8 @@ class Request:
     """Log-probabilities of the new tokens, and of so many of the likeliest; None for none."""
     prompt_logprobs: int | None = None
     """The same of the prompt's tokens except the first, before which there is nothing to expect it from."""
+    adapter: str | None = None
+    """Name of the adapters that the model reads and writes it with; None for none."""
     on_tokens: Callable[[Request, list[int]], None] | None = None
     """Called as soon as tokens are chosen."""
 

@@ -143,7 +143,7 @@ class Scheduler:
             being_read.update(request.contents[:1])
 
     def _digest(self, request: Request) -> None:
-        request.contents = digest_pages(request.text, request.contents)
+        request.contents = digest_pages(request.text, request.contents, (request.adapter or "").encode())
 
     def _add(self, parts: dict[int, RequestSlice], part: RequestSlice) -> bool:
         """Plan a part, if need be in place of younger requests; False where it is the youngest and has to wait."""

@@ -45,8 +45,8 @@ _NORM = re.compile(r"(?:decoder\.final_layernorm|\w+_layernorm)\.(?:weight|bias)
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Sizes of a model with dense MLPs and grouped attention."""
+class ModelSizes:
+    """ModelSizes of a model with dense MLPs and grouped attention."""
 
     layers: int
     hidden: int
@@ -81,7 +81,7 @@ class Importance:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptParts:
     """The parts that stay, each in the order that it had."""
 
     layers: Tensor
@@ -94,19 +94,19 @@ class Kept:
     """int64 [h']"""
 
 
-def choose_kept(importance: Importance, full: Sizes, wanted: Sizes) -> Kept:
+def choose_kept(importance: Importance, full: ModelSizes, wanted: ModelSizes) -> KeptParts:
     """Choose the most important parts; of groups of query heads the best ones, and in each its best heads."""
     by_group = importance.heads.view(full.layers, full.groups, -1)
     groups = _choose(by_group.sum(-1), wanted.groups)
     inside = by_group.gather(1, groups.unsqueeze(-1).expand(-1, -1, by_group.shape[-1]))
     heads = _choose(inside, wanted.heads // wanted.groups) + groups.unsqueeze(-1) * by_group.shape[-1]
-    return Kept(
+    return KeptParts(
         _choose(importance.layers, wanted.layers), _choose(importance.ffn, wanted.ffn), heads,
         _choose(importance.hidden, wanted.hidden),
     )  # fmt: skip
 
 
-def rename(name: str, kept: Kept) -> str | None:
+def rename(name: str, kept: KeptParts) -> str | None:
     """A parameter's name in the pruned model; None where its layer goes."""
     found = _LAYER.fullmatch(name)
     if found is None:
@@ -116,7 +116,7 @@ def rename(name: str, kept: Kept) -> str | None:
     return f"decoder.layers.{places.index(number)}.{found[2]}" if number in places else None
 
 
-def find_axes(name: str, shape: Sequence[int], sizes: Sizes) -> tuple[str | None, ...]:
+def find_axes(name: str, shape: Sequence[int], sizes: ModelSizes) -> tuple[str | None, ...]:
     """The axis of each dimension of a parameter; None for the vocabulary and positions.
 
     Raises ConfigError for a parameter that pruning does not know, or that has other sizes.
@@ -134,7 +134,7 @@ def find_axes(name: str, shape: Sequence[int], sizes: Sizes) -> tuple[str | None
     return axes
 
 
-def find_indices(axis: str | None, layer: int, kept: Kept, full: Sizes) -> Tensor | None:
+def find_indices(axis: str | None, layer: int, kept: KeptParts, full: ModelSizes) -> Tensor | None:
     """Indices that stay along an axis of a parameter of a layer (0 for one outside of layers); None for all."""
     if axis in (None, "head"):
         return None
@@ -152,7 +152,7 @@ def find_indices(axis: str | None, layer: int, kept: Kept, full: Sizes) -> Tenso
     return (heads.reshape(-1, 1) * full.head_width + torch.arange(full.head_width)).flatten()
 
 
-def prune(name: str, value: Tensor, kept: Kept, full: Sizes, norm_offset: float = 0.0) -> Tensor:
+def prune(name: str, value: Tensor, kept: KeptParts, full: ModelSizes, norm_offset: float = 0.0) -> Tensor:
     """The rows and columns of a parameter that stay.
 
     A norm's weights grow where channels go, as its mean of squares is over those that stay: with an
@@ -170,7 +170,7 @@ def prune(name: str, value: Tensor, kept: Kept, full: Sizes, norm_offset: float 
 
 
 @torch.no_grad()
-def zero_removed(name: str, value: Tensor, kept: Kept, full: Sizes) -> None:
+def zero_removed(name: str, value: Tensor, kept: KeptParts, full: ModelSizes) -> None:
     """Set a parameter of the whole model to zero, in place, where it does not stay."""
     layer = _find_layer(name)
     if rename(name, kept) is None:

@@ -339,12 +339,13 @@ class SequenceState:
         self.rows = kept
 
 
-def digest_pages(tokens: Sequence[int], before: Sequence[bytes] = ()) -> list[bytes]:
-    """Digests of the full pages of a text, each of all tokens up to its end. before: the digests of its first pages."""
+def digest_pages(tokens: Sequence[int], before: Sequence[bytes] = (), reader: bytes = b"") -> list[bytes]:
+    """Digests of the full pages of a text, each of all tokens up to its end. before: the digests of its first pages.
+    reader: a name of the model that reads it, where several share the pages."""
     found = list(before)
     for index in range(len(found), len(tokens) // PAGE_TOKENS):
         page = tokens[index * PAGE_TOKENS : (index + 1) * PAGE_TOKENS]
-        known = found[-1] if found else b""
+        known = found[-1] if found else reader
         found.append(blake2b(known + b"".join(token.to_bytes(8, "little") for token in page), digest_size=16).digest())
     return found
 

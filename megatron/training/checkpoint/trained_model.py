@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,7 +21,8 @@ from megatron.core.placement import get_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.stacked_parameters import list_parameters
 from megatron.core.tensor_parallel.fp8_products import recall_fallbacks
-from megatron.core.tensor_parallel.parameters import declare_vocabulary
+from megatron.core.tensor_parallel.parameters import declare_vocabulary, list_global_names
+from megatron.core.transformer.adapters import add_adapters
 from megatron.core.upstream_checkpoints.diagnosis import explain_nothing
 from megatron.training.checkpoint import adapter_saves
 from megatron.training.checkpoint.documents import CONFIG
@@ -123,6 +124,34 @@ def load_trained_model(
     adapter_saves.load(model_state(parameters) | build_sharded_fallbacks([model]), found, base, groups.world)
     recall_fallbacks([model])
     return TrainedModel(found.path, config, recipe, model.eval())
+
+
+def add_trained_adapters(trained: TrainedModel, root: Path, flag: str) -> None:
+    """Give a model that is in memory the adapters of a checkpoint of --save-adapter-only.
+
+    flag: what named the directory. Raises CheckpointError for a checkpoint without adapters, or with another
+    model's.
+    """
+    core: Any = trained.model
+    groups: ProcessGroupCollection = getattr(core, "pg_collection", None) or ProcessGroupCollection.single()
+    found = _find(root, None, groups)
+    base = adapter_saves.find_base(found, groups.world)
+    if base is None:
+        raise CheckpointError(f"{flag} {root} is no checkpoint of adapters alone; save it with --save-adapter-only")
+    if base.path.resolve() != trained.path.resolve():
+        raise CheckpointError(f"{flag} {root} has adapters of {base.path}, and the model is {trained.path}")
+    ours = trained.config.model
+    theirs = RunConfig.from_dict(serialization.read_document(found.path, CONFIG)).model
+    values = {name: getattr(theirs if name.startswith("lora_") else ours, name) for name in get_settings(type(ours))}
+    add_adapters(trained.model, restore(type(ours), values))
+    placed = (
+        (parameter, get_placement(parameter, name).renamed(name))
+        for name, parameter in list_global_names(trained.model)
+        if ".adapter." in name
+    )
+    serialization.load(model_state(placed), found, groups.world, may_have_more=True)
+    # They come in training mode, with dropout.
+    trained.model.eval()
 
 
 def _find(root: Path, iteration: int | None, groups: ProcessGroupCollection) -> serialization.FoundCheckpoint:

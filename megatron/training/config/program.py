@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron.core.config_base import CheckedConfig, flag
 from megatron.core.setting import PathText
@@ -24,6 +25,9 @@ class ProgramFlags(CheckedConfig):
     """Take the layout recommended for --preset on so many processes: parallel sizes, sequence parallelism, the
     distributed optimizer with its overlaps, and where it must be, recomputation. Flags that are given win. `--preset
     list` shows for how many GPUs there are layouts, and multiples of them."""
+    tuning: Literal["full", "lora", "dpo", "distillation"] | None = flag(None)
+    """Settings of fine-tuning that suit most models: learning rate and schedule, bf16, the distributed optimizer, and
+    what the way needs, such as --lora-rank. A note says which; flags that are given win."""
     print_config: bool = False
     """Check all flags for WORLD_SIZE processes, print every value with its source, and stop before touching data."""
     traceback: bool = False

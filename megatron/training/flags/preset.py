@@ -66,7 +66,7 @@ def _read_model_flags(preset: Preset) -> dict[str, Given]:
     # Rotary positions end nowhere, so that only some families have this among their flags.
     if not any(flag.startswith("--max-position-embeddings") for flag in flags):
         flags.append(f"--max-position-embeddings {preset.context}")
-    return _read_flags(preset.name, [*flags, f"--vocab-size {preset.fields['vocab_size']}"])
+    return read_flags(preset.name, [*flags, f"--vocab-size {preset.fields['vocab_size']}"])
 
 
 def _read_layout_flags(parsed: ParsedFlags, name: str, world_size: int) -> dict[str, Given]:
@@ -84,10 +84,11 @@ def _read_layout_flags(parsed: ParsedFlags, name: str, world_size: int) -> dict[
         f"--preset-layout means {' '.join(flags)}: for {layout.gpus} GPUs of 80 GB or a multiple, and up to "
         f"{layout.micro_batch_size} x {layout.seq_length} tokens in a micro-batch"
     )
-    return _read_flags(name, flags)
+    return read_flags(name, flags)
 
 
-def _read_flags(preset: str, flags: Sequence[str]) -> dict[str, Given]:
+def read_flags(preset: str, flags: Sequence[str]) -> dict[str, Given]:
+    """What flags and their values mean that a preset of this name stands for."""
     # One text may have several flags, such as a switch and the size that it asks for.
     words = [word for flag in flags for word in flag.split()]
     read = ParsedFlags()

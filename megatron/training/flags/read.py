@@ -41,6 +41,7 @@ from megatron.training.flags.help import asked_for_help, format_help
 from megatron.training.flags.parser import ExtraFlags, read_command_line
 from megatron.training.flags.preset import LIST, add_preset_flags, format_presets
 from megatron.training.flags.topology import add_topology
+from megatron.training.flags.tuning import add_tuning_flags
 
 _LARGEST_WORLD = 10_000_000
 _SIZES = (
@@ -130,6 +131,7 @@ def examine(
         world_size = min(_LARGEST_WORLD, math.prod(size for size in sizes if isinstance(size, int)))
     # Only now: the file may name a preset, and --load.
     add_preset_flags(parsed, world_size)
+    add_tuning_flags(parsed)
     add_elastic_layout(parsed, world_size)
     add_topology(parsed)
     if "use_checkpoint_args" in parsed.given:
