@@ -22,12 +22,9 @@ class NamedAdapters:
 
     def take(self, name: str, model: nn.Module) -> None:
         """Take the adapters out of the layers of a model, as the set of this name."""
-        found = [
-            (layer, layer.adapter)
-            for layer in model.modules()
-            if isinstance(getattr(layer, "adapter", None), nn.Module)
-        ]
-        for layer, _ in found:
+        layers: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "adapter", None), nn.Module)]
+        found = [(layer, layer.adapter) for layer in layers]
+        for layer in layers:
             layer.adapter = None
         self._sets[name] = found
 
