@@ -6,8 +6,8 @@ and sparse attention (letter D) against latent attention to all tokens.
     OMP_NUM_THREADS=1 python benchmarks/mixers.py
     OMP_NUM_THREADS=1 python benchmarks/mixers.py --kinds M --tokens 512 --rounds 5
 
-One CPU thread, float32, CPU time in rounds that run each variant once, in turn; ratios are taken within rounds, and
-their median is printed; for sparse attention with its 95 % interval.
+One CPU thread, float32, CPU time in rounds that run each variant once, in turn; freed memory stays in the process, as
+in training. Ratios are taken within rounds, and their median is printed; for sparse attention with its 95 % interval.
 
     recurrence    the same arithmetic token by token, against chunks, forward and backward
     length        four times the tokens, over four times the time
@@ -41,6 +41,7 @@ from torch.utils.flop_counter import flop_registry
 from benchmarks.conditions import print_conditions
 from benchmarks.guards import find_interval
 from benchmarks.memory import KeptForBackward
+from megatron.core.host_memory import keep_freed_host_memory
 from megatron.core.models.gpt.gpt_layer_specs import get_latent_attention_spec, get_sparse_attention_spec
 from megatron.core.optional_deps import available
 from megatron.core.plan.branch_kind import Tokens
@@ -317,6 +318,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_host_memory()
     print_conditions()
     for letter in args.kinds:
         if letter == "D":
