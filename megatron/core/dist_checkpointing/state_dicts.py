@@ -63,7 +63,8 @@ def save(
 ) -> AsyncRequest | None:
     """Save on all processes together; they must be in the same place of the program.
 
-    sharded_state_dict: nested dictionaries with text keys, and lists of what is not sharded, see above.
+    sharded_state_dict: nested dictionaries whose keys are texts or numbers, and lists of what is not
+        sharded, see above.
     checkpoint_dir: an earlier checkpoint in it is replaced, with a warning; the new one appears when it is complete.
     sharded_strategy, common_strategy: None, or objects for the one format, torch_dist. content_metadata: kept beside
     it, for `load_content_metadata`. preprocess_common_before_consistancy_check, async_strategy: of upstream's
@@ -286,14 +287,16 @@ def _without_tensors(
         objects.append(value)
         return value if keep else _Nothing
     if isinstance(value, Mapping):
-        odd = [key for key in value if not isinstance(key, str)]
-        if odd:
-            raise ConfigError(f"{where}: the key {odd[0]!r} is no text; a checkpoint's dictionaries have text keys")
+        odd = [key for key in value if not isinstance(key, str | int)]
+        if odd or len({str(key) for key in value}) < len(value):
+            raise ConfigError(f"{where} has the keys {odd or [*value]}; keys are different texts or whole numbers")
         found = {
-            key: _without_tensors(item, (*path, key), tensors, keep=keep, objects=objects)
+            key: _without_tensors(item, (*path, str(key)), tensors, keep=keep, objects=objects)
             for key, item in value.items()
         }
-        return {key: item for key, item in found.items() if item is not _Nothing}
+        left = {key: item for key, item in found.items() if item is not _Nothing}
+        # Keys of a JSON object are texts; torch's optimizers number their parameters.
+        return left if keep or all(isinstance(key, str) for key in left) else {_ITEMS: [*map(list, left.items())]}
     if keep:
         return _Nothing
     if isinstance(value, Tensor):
@@ -318,6 +321,8 @@ def _without_tensors(
 _Nothing: Any = object()
 _TENSOR = "__tensor__"
 """Key of the entry in common.json that stands for a tensor: its key, dtype and shape."""
+_ITEMS = "__items__"
+"""Key of the entry that stands for a dictionary whose keys are numbers: its keys and values."""
 
 
 def _common_of(checkpoint: Path) -> tuple[dict[str, Any], list[ShardedTensor]]:
@@ -333,6 +338,8 @@ def _with_tensors(value: Any) -> Any:
     if isinstance(value, dict) and set(value) == {_TENSOR}:
         key, dtype, shape = value[_TENSOR]
         return ShardedTensor.whole(key, torch.empty(shape, dtype=getattr(torch, dtype)))
+    if isinstance(value, dict) and set(value) == {_ITEMS}:
+        return {key: _with_tensors(item) for key, item in value[_ITEMS]}
     if isinstance(value, dict):
         return {key: _with_tensors(item) for key, item in value.items()}
     return [_with_tensors(item) for item in value] if isinstance(value, list) else value

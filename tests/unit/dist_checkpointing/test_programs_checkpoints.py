@@ -105,3 +105,21 @@ def test_what_nobody_asked_for_and_what_is_no_object(tmp_path: Path) -> None:
         dist_checkpointing.save(both, tmp_path / "mine")
     stacked = ShardedTensor.from_rank_offsets("s", torch.ones(3), (0, 1, 4), (1, 0, 2), prepend_axis_num=1)
     assert stacked.global_shape == (4, 6) and stacked.blocks[0].box == ((1, 1), (0, 3))
+
+
+def test_the_state_of_an_optimizer_of_torch(tmp_path: Path) -> None:
+    """Its parameters have numbers, which stay numbers."""
+    weight = torch.nn.Parameter(torch.arange(6.0))
+    optimizers = [torch.optim.AdamW([weight], lr=0.1) for _ in range(2)]
+    weight.grad = torch.ones(6)
+    optimizers[0].step()
+    dist_checkpointing.save({"optimizer": optimizers[0].state_dict(), "seen": {3: "x", "y": {}}}, tmp_path / "saved")
+    loaded = dist_checkpointing.load({}, tmp_path / "saved")
+    assert loaded["seen"] == {3: "x", "y": {}}
+    optimizers[1].load_state_dict(loaded["optimizer"])
+    state, expected = (optimizer.state_dict()["state"] for optimizer in reversed(optimizers))
+    assert state.keys() == expected.keys() == {0}
+    assert all(torch.equal(state[0][name], expected[0][name]) for name in ("step", "exp_avg", "exp_avg_sq"))
+    for odd in ({(0, 1): 1}, {0: 1, "0": 2}):
+        with pytest.raises(ConfigError, match=r"^seen has the keys .*; keys are different texts or whole numbers"):
+            dist_checkpointing.save({"seen": odd}, tmp_path / "other")
