@@ -184,6 +184,8 @@ def _describe_chunk(
     backward = _walk_back(
         model, replicas, described, left, tokens, has_next=not content.has_loss, in_graphs=bool(recorded)
     )
+    if content.ends_decoder and model.enable_hyper_connections:
+        backward = max(backward, _count_gradients_of_sum(model, tokens))
     if recorded:
         restored = max(_count_restored(model, rows) for layer in branches for rows in layer)
         for unit in units:
@@ -225,6 +227,13 @@ def _describe_chunk(
     return ChunkMemory(
         kept, waiting, forward, max(backward, forward), recorded, entering, 0.0 if content.has_loss else stream
     )
+
+
+def _count_gradients_of_sum(model: TransformerConfig, tokens: Tokens) -> float:
+    """Bytes of the streams' gradient behind the last layer, where their sum is learned; in 16 bits also of the streams
+    and of their gradient in float32, of which it is made."""
+    width = count_bytes(model)
+    return tokens.own * model.stream_width * (width if width == 4 else 2 * 4 + width)
 
 
 def _count_ends(model: TransformerConfig, ends_decoder: bool, depths: int, hidden: float, stream: float) -> float:

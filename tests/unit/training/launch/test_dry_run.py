@@ -94,7 +94,9 @@ DEEPSEEK_V4 = f"""{DEEPSEEK} --experimental-attention-variant dsv4_hybrid --csa-
     --hidden-size 2048 --ffn-hidden-size 4096 --q-lora-rank 512 --v-head-dim 512 --o-groups 4 --o-lora-rank 512
     --dsa-indexer-n-heads 16 --dsa-indexer-head-dim 128 --dsa-indexer-topk 256 --dsa-indexer-loss-coeff 0.01
     --enable-hyper-connections --mtp-num-layers 1"""
-
+NARROW = f"""{DEEPSEEK} --experimental-attention-variant dsv4_hybrid --csa-compress-ratios [0,0] --hidden-size 256
+    --ffn-hidden-size 512 --q-lora-rank 64 --v-head-dim 64 --num-attention-heads 4 --o-groups 2 --o-lora-rank 64
+    --enable-hyper-connections --vocab-size 1009"""
 INDEXED = f"""{DEEPSEEK} --experimental-attention-variant dsa --q-lora-rank 96 --kv-lora-rank 64 --qk-head-dim 32
     --v-head-dim 32 --qk-layernorm --hidden-size 256 --num-attention-heads 6 --ffn-hidden-size 1024 --seq-length 256
     --qk-pos-emb-head-dim 16 --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 32 --dsa-indexer-topk 64
@@ -102,8 +104,9 @@ INDEXED = f"""{DEEPSEEK} --experimental-attention-variant dsa --q-lora-rank 96 -
 LEARNS = f"{INDEXED} --dsa-indexer-loss-coeff 0.01"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 DEEPSEEKS = {
-    "further tokens": FURTHER_TOKENS, "DeepSeek-V4": DEEPSEEK_V4, "an indexer": INDEXED, "that learns": LEARNS,
-    "that learns from few": f"{LEARNS} --dsa-indexer-use-sparse-loss", "and again": f"{LEARNS} {RECOMPUTED}",
+    "further tokens": FURTHER_TOKENS, "DeepSeek-V4": DEEPSEEK_V4, "whose streams weigh most": NARROW,
+    "an indexer": INDEXED, "that learns": LEARNS, "that learns from few": f"{LEARNS} --dsa-indexer-use-sparse-loss",
+    "and again": f"{LEARNS} {RECOMPUTED}",
 }  # fmt: skip
 
 
