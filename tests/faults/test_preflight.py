@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import shutil
 import sys
 import time
@@ -97,6 +98,8 @@ def spoil_one_rank() -> tuple[str, int, int]:
 def test_R26_every_rank_ends_with_the_bad_host_and_the_size_of_a_checkpoint_is_right() -> None:
     found = run_distributed(spoil_one_rank, 4)
     ((sentence, counted, elements),) = set(found)
-    assert sentence.startswith("--preflight: clocks (at most ")
-    assert f"on {platform.node()} (rank 3); mend it or take that host out of the job" in sentence
+    # Beside other programs a rank may also be named for its speed.
+    clocks, *_, remedy = sentence.split("; ")
+    assert re.fullmatch(rf"--preflight: clocks \(at most .*\) on {re.escape(platform.node())} \(rank 3\)", clocks)
+    assert remedy == "mend it or take that host out of the job, then start again"
     assert counted == 12 * elements, "a weight and two moments, each in 32 bits"
