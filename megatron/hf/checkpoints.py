@@ -23,7 +23,9 @@ from megatron.core.dist_checkpointing.durable import storage_errors, sync_direct
 from megatron.core.dist_checkpointing.finding import FoundCheckpoint
 from megatron.core.dist_checkpointing.manifest import MANIFEST_NAME, verify_files
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX, RNG_PREFIX, ShardedTensor
+from megatron.core.dist_checkpointing.safe_pickle import read_metadata
 from megatron.core.dist_checkpointing.state_dicts import load_tensors_metadata
+from megatron.core.dist_checkpointing.torch_dist import METADATA_NAME
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.paths import explain_no_directory, explain_unmakeable_directory
 from megatron.core.placement import Placement
@@ -99,7 +101,8 @@ class OpenCheckpoint:
         self.contents: Mapping[str, ShardedTensor] = {
             key: tensor for key, tensor in contents.items() if not key.startswith((OPTIMIZER_PREFIX, RNG_PREFIX))
         }
-        self._places = dict.fromkeys(self.contents, found)
+        # Read once: the table is as long as the checkpoint has tensors, and each of these is read by itself.
+        self._places = dict.fromkeys(self.contents, (found, read_metadata(found.path / METADATA_NAME)))
         # The weights of one with adapters only are in another.
         if (base := find_base(found, group)) is not None:
             rest = OpenCheckpoint(base.path, group=group)
@@ -127,7 +130,8 @@ class OpenCheckpoint:
         tensor = torch.empty(stored.global_shape, dtype=stored.dtype)
         whole = ShardedTensor.whole(key, tensor)
         # One weight at a time, so that the model need not fit into memory; the others are not missed.
-        serialization.load({key: whole}, self._places[key], ALONE, may_have_more=True)
+        found, table = self._places[key]
+        serialization.load({key: whole}, found, ALONE, may_have_more=True, contents=table)
         return tensor[: self.valid_rows.get(key, len(tensor))] if tensor.dim() else tensor
 
     def read_shape(self, key: str) -> tuple[int, ...]:

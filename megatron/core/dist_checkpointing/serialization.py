@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_rank
 from megatron.core.dist_checkpointing.crash_points import reach
@@ -247,17 +248,18 @@ def load(
     may_lack: bool = False,
     may_have_more: bool = False,
     replicas: Sequence[Group] = (),
+    contents: Metadata | None = None,
 ) -> KeyReport:
     """Fill the tensors of all members of `group`; returns, on every member, what was tolerated.
 
     may_lack: tensors that the checkpoint lacks keep their values, may_have_more: parameters that no member has are left
-    out; see validation.judge_wanted. replicas: groups whose members share the reading, see load_exchange.py. Files that
-    are not verified yet are so on the way. Raises CheckpointError on every member, DamagedCheckpointError where a file
-    is damaged; the tensors may then hold anything.
+    out; see validation.judge_wanted. replicas: groups whose members share the reading, see load_exchange.py. contents:
+    see `read_tensors`. Files that are not verified yet are so on the way. Raises CheckpointError on every member,
+    DamagedCheckpointError where a file is damaged; the tensors may then hold anything.
     """
     return read_tensors(
         checkpoint.path, tensors, group, valid_rows=read_valid_rows(checkpoint.path), may_lack=may_lack,
-        may_have_more=may_have_more, unverified=checkpoint.unverified, replicas=replicas,
+        may_have_more=may_have_more, unverified=checkpoint.unverified, replicas=replicas, contents=contents,
     )  # fmt: skip
 
 

@@ -54,19 +54,21 @@ def read_tensors(
     may_have_more: bool = False,
     unverified: Mapping[str, FileRecord] | None = None,
     replicas: Sequence[Group] = (),
+    contents: Metadata | None = None,
 ) -> KeyReport:
     """Fill the tensors of all members of `group` from the checkpoint in `directory`; returns what was tolerated.
 
     valid_rows: see validation.list_wanted. translate: gives the table of contents our names, where the checkpoint has
     others. may_lack, may_have_more: see validation.judge_wanted. unverified: files that are to be compared with
     these records on the way; they are then read whole, each byte of them by one process at least. replicas: groups
-    whose members read a share each of what all of them want, and exchange it. Raises CheckpointError on every member,
-    DamagedCheckpointError where a file is not as its record says; the tensors may then be filled with anything.
+    whose members read a share each of what all of them want, and exchange it. contents: the checkpoint's table of
+    contents, where it has been read before. Raises CheckpointError on every member, DamagedCheckpointError where a file
+    is not as its record says; the tensors may then be filled with anything.
     """
     own: list[_Plan] = []
 
     def look() -> WantedTensors:
-        metadata = read_metadata(directory / METADATA_NAME)
+        metadata = read_metadata(directory / METADATA_NAME) if contents is None else contents
         table = None if translate is None else translate(metadata)
         named = metadata if table is None else table.metadata
         wanted, sources = list_wanted(tensors.values(), list_shapes(named), valid_rows or {})
