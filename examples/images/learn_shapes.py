@@ -45,6 +45,11 @@ FLAGS = """
 """
 
 
+def describe(colour: str, shape: str) -> str:
+    """The caption of a drawing."""
+    return f"{'an' if colour == 'orange' else 'a'} {colour} {shape}"
+
+
 def draw(colour: str, shape: str, chance: random.Random) -> Image.Image:
     """A shape somewhere on white, 32 pixels wide."""
     image = Image.new("RGB", (32, 32), "white")
@@ -66,7 +71,7 @@ def write_data(output: Path, drawings: int) -> None:
         for number in range(drawings):
             colour, shape = chance.choice(COLOURS), chance.choice(SHAPES)
             draw(colour, shape, chance).save(output / f"{number}.png")
-            texts.append(f"a {colour} {shape}")
+            texts.append(describe(colour, shape))
             messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": texts[-1]}]
             file.write(json.dumps({"images": [f"{number}.png"], "messages": messages}) + "\n")
     tokenizer = Tokenizer(models.BPE())
@@ -140,7 +145,7 @@ def main() -> int:
     for colour in COLOURS:
         for shape in SHAPES:
             image = draw(colour, shape, chance)
-            answers.append((image, answer(model, recipe.tokenizer, image, normalise), f"a {colour} {shape}"))
+            answers.append((image, answer(model, recipe.tokenizer, image, normalise), describe(colour, shape)))
     show(answers, given.output / "answers.png")
     right = sum(said == wanted for _, said, wanted in answers)
     print(f"{right} of {len(answers)} answers are right; {given.output / 'answers.png'} shows them")

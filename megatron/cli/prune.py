@@ -11,7 +11,6 @@ logits are compared with the whole model's, whose removed parts are zero, before
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -82,26 +81,23 @@ def choose_sizes(arguments: argparse.Namespace, full: ModelSizes) -> ModelSizes:
 
 
 def read_samples(file: Path, count: int, longest: int, tokenizer: Any) -> list[list[int]]:
-    """Tokens of the first lines of a file. Raises DataError for a line that has neither a text nor messages."""
-    samples: list[list[int]] = []
-    try:
-        with file.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if len(samples) == count or not line.strip():
-                    continue
-                content = json.loads(line)
-                if "messages" in content:
-                    tokens = tokenizer.apply_chat_template(content["messages"])
-                elif "text" in content:
-                    tokens = tokenizer.tokenize(content["text"])
-                else:
-                    raise DataError(f"{file}: line {number} has neither 'text' nor 'messages'")
-                samples.append(tokens[:longest])
-    except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"--data {file} cannot be read: {error}") from error
+    """Tokens of the first lines of a file. Raises DataError for a line that has neither a text nor messages, and
+    StorageError for a file that cannot be read."""
+    from megatron.core.datasets.sft_dataset import ConversationFile, are_messages
+
+    lines, samples = ConversationFile(str(file)), list[list[int]]()
+    for index in range(min(count, len(lines))):
+        content = lines.line(index)
+        if are_messages(messages := content.get("messages")):
+            tokens = tokenizer.apply_chat_template(messages)
+        elif isinstance(text := content.get("text"), str):
+            tokens = tokenizer.tokenize(text)
+        else:
+            raise DataError(f'{lines.place(index)}: has neither "text" nor "messages" with a role each; write one')
+        samples.append(tokens[:longest])
     samples = [tokens for tokens in samples if tokens]
     if not samples:
-        raise DataError(f"--data {file} has no texts")
+        raise DataError(f"--data {file} has only empty texts")
     return samples
 
 

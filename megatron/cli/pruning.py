@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 from megatron.core.config_base import get_settings
-from megatron.core.errors import CheckpointError, ConfigError, say
+from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.flag_texts import layer_pattern
 from megatron.core.placement import Placement, get_placement
 from megatron.core.post_training.pruning import (
@@ -27,12 +26,12 @@ from megatron.core.post_training.pruning import (
     rename,
     zero_removed,
 )
+from megatron.core.progress import CountedProgress
 from megatron.core.stacked_parameters import list_parameters
 from megatron.hf.checkpoints import DeferredTensor, OpenCheckpoint, fresh_directory, write_checkpoint
 from megatron.training.checkpoint.trained_model import load_trained_model
 from megatron.training.config.container import RunConfig
 
-_LINE_SECONDS = 2.0
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 """Largest difference of logits, as a share of the largest one, by the weights' dtype: norms are rounded once more."""
 
@@ -137,13 +136,11 @@ def compute_logits(model: nn.Module, tokens: Sequence[int]) -> Tensor:
 
 def measure(model: nn.Module, full: ModelSizes, samples: Sequence[Sequence[int]]) -> Importance:
     """The importance of the model's parts on some texts."""
-    begun = shown = time.monotonic()
+    progress = CountedProgress("importance", len(samples), "texts")
     with ImportanceMeter(model, full) as meter:
-        for done, tokens in enumerate(samples):
+        for tokens in samples:
             compute_logits(model, tokens)
-            if (now := time.monotonic()) - shown > _LINE_SECONDS:
-                shown, rate = now, (done + 1) / (now - begun)
-                say(f"importance: {done + 1} of {len(samples)} texts, {(len(samples) - done - 1) / rate:.0f} s left")
+            progress.add()
     return meter.importance
 
 

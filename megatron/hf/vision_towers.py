@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.errors import CheckpointError
+from megatron.core.models.multimodal.llava_model import build_part_config
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.recipes.family import Row
 
@@ -141,13 +142,8 @@ def read_image_settings(fields: Mapping[str, Any], where: Path, text: Transforme
     def refuse(name: str, value: object, expected: str) -> CheckpointError:
         return CheckpointError(f"{where}: {name} is {value!r}; it must be {expected}")
 
-    of_both: dict[str, Any] = {
-        name: getattr(text, name)
-        for name in ("tensor_model_parallel_size", "params_dtype", "bf16", "fp16", "perform_initialization", "seed",
-                     "use_cpu_initialization", "init_model_with_meta_device")
-    } | {"hidden_dropout": 0.0}  # fmt: skip
     if fields.get("model_type") == "qwen2_vl":
-        return _read_qwen2_vl(fields, text, of_both, refuse)
+        return _read_qwen2_vl(fields, text, refuse)
     if fields.get("model_type") != "llava":
         raise refuse("model_type", fields.get("model_type"), "llava or qwen2_vl, whose images are converted")
     stated: Mapping[str, Any] = fields.get("vision_config") or {}
@@ -174,17 +170,17 @@ def read_image_settings(fields: Mapping[str, Any], where: Path, text: Transforme
             raise refuse(name, value, f"one of {', '.join(_ACTIVATIONS)}")
         return _ACTIVATIONS[str(value)]
 
-    vision_config = TransformerConfig(
-        num_layers=used, hidden_size=vision["hidden_size"], ffn_hidden_size=vision["intermediate_size"],
+    vision_config = build_part_config(
+        text, num_layers=used, hidden_size=vision["hidden_size"], ffn_hidden_size=vision["intermediate_size"],
         num_attention_heads=vision["num_attention_heads"], layernorm_epsilon=vision["layer_norm_eps"],
         activation_func=find_activation("vision_config.hidden_act", vision["hidden_act"]),
-        attention_dropout=vision["attention_dropout"], **of_both,
+        attention_dropout=vision["attention_dropout"],
     )  # fmt: skip
     vision_config.vision_model_type = tower.subtype  # type: ignore[attr-defined]
-    projection = TransformerConfig(
-        num_layers=1, hidden_size=text.hidden_size, ffn_hidden_size=text.hidden_size,
-        num_attention_heads=text.tensor_model_parallel_size, attention_dropout=0.0,
-        activation_func=find_activation("projector_hidden_act", fields.get("projector_hidden_act", "gelu")), **of_both,
+    projection = build_part_config(
+        text, num_layers=1, hidden_size=text.hidden_size, ffn_hidden_size=text.hidden_size,
+        num_attention_heads=text.tensor_model_parallel_size,
+        activation_func=find_activation("projector_hidden_act", fields.get("projector_hidden_act", "gelu")),
     )  # fmt: skip
     token = fields.get("image_token_id", fields.get("image_token_index", 32000))
     return ImageSettings(
@@ -195,10 +191,9 @@ def read_image_settings(fields: Mapping[str, Any], where: Path, text: Transforme
 def _read_qwen2_vl(
     fields: Mapping[str, Any],
     text: TransformerConfig,
-    of_both: Mapping[str, Any],
     refuse: Callable[[str, object, str], CheckpointError],
 ) -> ImageSettings:
-    """The same of Qwen2-VL. of_both: fields of both parts. refuse: makes the error for a field."""
+    """The same of Qwen2-VL. refuse: makes the error for a field."""
     stated = fields.get("vision_config") or {}
     vision = {**QWEN2_VL.defaults, **stated}
     width, merge = vision["embed_dim"], vision["spatial_merge_size"]
@@ -209,14 +204,13 @@ def _read_qwen2_vl(
     # Written with either name, and by earlier releases at the top.
     inner = fields.get("text_config") or fields
     rope = inner.get("rope_parameters") or inner.get("rope_scaling") or {}
-    both = dict(of_both) | {"attention_dropout": 0.0, "layernorm_epsilon": 1e-6}
-    vision_config = TransformerConfig(
-        num_layers=vision["depth"], hidden_size=width, ffn_hidden_size=int(width * vision["mlp_ratio"]),
-        num_attention_heads=vision["num_heads"], activation_func="quick_gelu", **both,
+    vision_config = build_part_config(
+        text, num_layers=vision["depth"], hidden_size=width, ffn_hidden_size=int(width * vision["mlp_ratio"]),
+        num_attention_heads=vision["num_heads"], activation_func="quick_gelu", layernorm_epsilon=1e-6,
     )  # fmt: skip
-    projection = TransformerConfig(
-        num_layers=1, hidden_size=text.hidden_size, ffn_hidden_size=width * merge**2,
-        num_attention_heads=text.tensor_model_parallel_size, activation_func="gelu", **both,
+    projection = build_part_config(
+        text, num_layers=1, hidden_size=text.hidden_size, ffn_hidden_size=width * merge**2,
+        num_attention_heads=text.tensor_model_parallel_size, activation_func="gelu", layernorm_epsilon=1e-6,
     )  # fmt: skip
     return ImageSettings(
         QWEN2_VL, vision_config, projection, vision["patch_size"], vision["patch_size"], drops_class_token=False,

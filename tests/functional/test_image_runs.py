@@ -102,6 +102,9 @@ def test_bad_images_are_named_or_skipped_and_counted(directory: Path) -> None:
     (shapes / "train.jsonl").write_text("\n".join(lines))
     output = train(directory, *flags, "--skip-bad-images")
     assert "train data: 22 conversations about images, 2 skipped with bad images" in output
+    (shapes / "train.jsonl").write_text("\n".join([*lines, '{"images": ["2.png"]}']))
+    found = train(directory, *flags, "--skip-bad-images", code=2)
+    assert 'error: bad/train.jsonl, line 25: expected "messages" with role and content' in found
 
 
 def write(directory: Path, **line: Any) -> None:

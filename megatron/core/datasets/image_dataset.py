@@ -20,14 +20,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron.core.datasets.blend import DataSplit
-from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, Sample
-from megatron.core.datasets.index_cache import Arrays, IndexCache
-from megatron.core.datasets.megatron_dataset import MegatronDataset
-from megatron.core.datasets.sft_dataset import ConversationFile, are_messages, encode
+from megatron.core.datasets.index_cache import Arrays
+from megatron.core.datasets.sft_dataset import ConversationDataset, are_messages, encode
 from megatron.core.errors import ConfigError, DataError
 from megatron.core.optional_deps import require
+from megatron.core.progress import CountedProgress
 
 MARKER = "<image>"
 LONGEST_SIDE = 20_000
@@ -69,6 +67,7 @@ class _MarkedTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
+    # Templates and answers are tokenised by `encode`, which need not know of images.
     def tokenize_as_is(self, text: str) -> list[int]:
         ids: list[int] = []
         for number, part in enumerate(text.split(MARKER)):
@@ -98,8 +97,8 @@ def read_image(path: str, place: str, height: int, width: int) -> npt.NDArray[np
         ) from None
 
 
-class ImageConversationDataset(MegatronDataset):
-    """Conversations with images; the prefix of a dataset is the path of its JSONL file.
+class ImageConversationDataset(ConversationDataset):
+    """Conversations with images.
 
     dataset[i] -> tokens (0 where an image is), labels, position_ids int64 [s]; is_image bool [s]; loss_mask float32
     [s]; images float32 [images_per_sample, 3, height, width], of which those are images that has_image, a bool for
@@ -107,49 +106,20 @@ class ImageConversationDataset(MegatronDataset):
     """
 
     config: ImageDatasetConfig
-    dataset: ConversationFile
+    arrays = ("lines", "shuffle_index", "left_out")
 
-    def __init__(
-        self,
-        dataset: ConversationFile,
-        dataset_path: str | None,
-        indices: npt.NDArray[np.int32],
-        num_samples: int | None,
-        index_split: DataSplit,
-        config: ImageDatasetConfig,
-    ) -> None:
-        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
-        name = f"{type(self).__name__}-{index_split.name}"
-        cache = IndexCache(
-            self.cache_directory(), name, self.unique_description, ("lines", "left_out"), config.cache_policy
-        )
-        arrays = cache.load_or_build(self._choose_lines)
-        self.lines, self.left_out = arrays["lines"], int(arrays["left_out"][0])
-        self.marked = _MarkedTokenizer(config.tokenizer)
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.lines, self.shuffle_index, left_out = (self.cached[name] for name in self.arrays)
+        self.left_out = int(left_out[0])
+        self.marked = _MarkedTokenizer(self.config.tokenizer)
 
     def describe(self) -> dict[str, Any]:
         """The base description, and whether bad images are skipped."""
         return super().describe() | {"skips_bad_images": self.config.skip_bad_images}
 
-    @staticmethod
-    def source_files(dataset_path: str) -> list[str]:
-        """The JSONL file itself."""
-        return [dataset_path]
-
-    @staticmethod
-    def build_low_level_dataset(dataset_path: str | None, config: BlendedMegatronDatasetConfig) -> Any:
-        """Open the JSONL file."""
-        if dataset_path is None:
-            raise ConfigError("images come with conversations; give a JSONL file as --data-path")
-        return ConversationFile(dataset_path)
-
-    @staticmethod
-    def numel_low_level_dataset(low_level_dataset: Any) -> int:
-        """The number of conversations in the file."""
-        return len(low_level_dataset)
-
     def __len__(self) -> int:
-        return max(len(self.lines), self.num_samples or 0)
+        return len(self.shuffle_index)
 
     def __getitem__(self, index: int | None) -> Sample:
         config, line = self.config, self._find_line(0 if index is None else index)
@@ -158,14 +128,16 @@ class ImageConversationDataset(MegatronDataset):
         self._check_count(line, paths, ids.count(_IMAGE))
         length = config.sequence_length
         tokens, labels = np.zeros(length, dtype=np.int64), np.zeros(length, dtype=np.int64)
-        loss_mask, is_image = np.zeros(length, dtype=np.float32), np.zeros(length, dtype=np.bool_)
+        loss_mask = np.zeros(length, dtype=np.float32)
         pairs = min(len(ids) - 1, length)
+        # The last token has no label; what is longer than the sequence is cut.
         tokens[:pairs], labels[:pairs], loss_mask[:pairs] = ids[:pairs], ids[1 : pairs + 1], counts[1 : pairs + 1]
         is_image = tokens == _IMAGE
         if index is None:
             loss_mask[:] = 0.0
         images = torch.zeros(config.images_per_sample, 3, config.image_height, config.image_width)
         has_image = torch.arange(config.images_per_sample) < int(is_image.sum())
+        # Images behind the cut are not decoded.
         for number, path in enumerate(paths[: int(is_image.sum())]):
             images[number] = self.normalise(
                 read_image(path, self.dataset.place(line), config.image_height, config.image_width)
@@ -190,10 +162,7 @@ class ImageConversationDataset(MegatronDataset):
         return f"{self.index_split.name} data: {len(self.lines)} conversations about images{skipped}"
 
     def _find_line(self, index: int) -> int:
-        """Every pass over the lines has another order."""
-        epoch, place = divmod(index, len(self.lines))
-        order = np.random.RandomState((self.config.random_seed + epoch) % 2**32).permutation(len(self.lines))
-        return int(self.lines[order[place]])
+        return int(self.lines[self.shuffle_index[index]])
 
     def _read_line(self, line: int) -> tuple[list[str], list[dict[str, Any]]]:
         """Paths of the images, and messages, of a line. Raises DataError naming it."""
@@ -228,21 +197,24 @@ class ImageConversationDataset(MegatronDataset):
         values = torch.from_numpy(pixels.astype(np.float32) / 255)
         return ((values - torch.tensor(self.config.mean)) / torch.tensor(self.config.deviation)).permute(2, 0, 1)
 
-    def _choose_lines(self) -> Arrays:
-        """The lines of this split; with skip_bad_images the ones whose images can be decoded. Raises DataError where
-        none is left."""
-        kept = []
+    def _build_indices(self) -> Arrays:
+        """The lines of this split, with skip_bad_images the ones whose images can be decoded, and their order. Raises
+        DataError for a line without a conversation, and where no line is left."""
+        kept, progress = [], CountedProgress(f"{self.dataset.path}: looking at", len(self.indices), "lines")
         for line in self.indices.tolist():
-            try:
-                if self.config.skip_bad_images:
-                    for path in self._read_line(line)[0]:
+            progress.add()
+            if self.config.skip_bad_images:
+                paths, _ = self._read_line(line)
+                try:
+                    for path in paths:
                         read_image(path, self.dataset.place(line), 1, 1)
-            except DataError:
-                continue
+                except DataError:
+                    continue
             kept.append(line)
         if not kept:
             raise DataError(f"{self.dataset.path}: no image of the {self.index_split.name} data can be used; mend them")
         return {
             "lines": np.asarray(kept, dtype=np.int64),
+            "shuffle_index": self._shuffled(len(kept), np.random.RandomState(self.config.random_seed)),
             "left_out": np.asarray([len(self.indices) - len(kept)], dtype=np.int64),
         }

@@ -37,6 +37,7 @@ from megatron.core.datasets.indexed_format import file_size
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.object_storage import is_object
 from megatron.core.errors import ConfigError, DataError, StorageError
+from megatron.core.progress import CountedProgress
 
 Array = npt.NDArray[Any]
 
@@ -196,18 +197,12 @@ def pack(lengths: Array, capacity: int, random: np.random.RandomState) -> tuple[
 # ---- the dataset
 
 
-class SFTDataset(MegatronDataset):
-    """Packed conversations; the prefix of a dataset is the path of its JSONL file (see conversations).
-
-    dataset[i] -> tokens, labels, position_ids int64 [s], loss_mask float32 [s], cu_seqlens int32 [s + 1], max_seqlen
-    int32, and as configured attention_mask bool [1, s, s].
-    """
+class ConversationDataset(MegatronDataset):
+    """Conversations; the prefix of a dataset is the path of its JSONL file (see ConversationFile)."""
 
     config: GPTDatasetConfig
     dataset: ConversationFile
-    arrays: tuple[str, ...] = (
-        "tokens", "counts", "bounds", "lines", "order", "pack_bounds", "shuffle_index", "left_out"
-    )  # fmt: skip
+    arrays: tuple[str, ...]
     """Names of what the index cache keeps."""
 
     def __init__(
@@ -222,15 +217,7 @@ class SFTDataset(MegatronDataset):
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
         name = f"{type(self).__name__}-{index_split.name}"
         cache = IndexCache(self.cache_directory(), name, self.unique_description, self.arrays, config.cache_policy)
-        self.cached = arrays = cache.load_or_build(self._build_indices)
-        self.tokens, self.counts, self.bounds = (arrays[name] for name in ("tokens", "counts", "bounds"))
-        self.lines, self.order, self.pack_bounds = (arrays[name] for name in ("lines", "order", "pack_bounds"))
-        self.shuffle_index, self.left_out = arrays["shuffle_index"], arrays["left_out"]
-
-    def describe(self) -> dict[str, Any]:
-        """The base description, the chat template, and whether bad lines are skipped."""
-        described = super().describe() | {"chat_template": getattr(self.config.tokenizer, "chat_template", None)}
-        return described | ({"skips_bad_lines": True} if self.config.skip_bad_conversations else {})
+        self.cached = cache.load_or_build(self._build_indices)
 
     @staticmethod
     def source_files(dataset_path: str) -> list[str]:
@@ -241,13 +228,48 @@ class SFTDataset(MegatronDataset):
     def build_low_level_dataset(dataset_path: str | None, config: BlendedMegatronDatasetConfig) -> Any:
         """Open the JSONL file."""
         if dataset_path is None:
-            raise ConfigError("--sft needs conversations; give a JSONL file as --data-path")
+            raise ConfigError("conversations come from a JSONL file; give it as --data-path")
         return ConversationFile(dataset_path)
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:
         """The number of conversations in the file."""
         return len(low_level_dataset)
+
+    def _build_indices(self) -> Arrays:
+        """What the index cache keeps: `arrays`."""
+        raise NotImplementedError
+
+    def _shuffled(self, sequences: int, random: np.random.RandomState) -> npt.NDArray[np.int64]:
+        """The order of the sequences: all of them once, and again in another order until there are num_samples."""
+        wanted = sequences if self.num_samples is None else self.num_samples
+        # Every sequence once before any comes twice.
+        epochs = [random.permutation(sequences) for _ in range(-(wanted // -sequences))]
+        return np.concatenate(epochs)[:wanted].astype(np.int64)
+
+
+class SFTDataset(ConversationDataset):
+    """Packed conversations.
+
+    dataset[i] -> tokens, labels, position_ids int64 [s], loss_mask float32 [s], cu_seqlens int32 [s + 1], max_seqlen
+    int32, and as configured attention_mask bool [1, s, s].
+    """
+
+    arrays: tuple[str, ...] = (
+        "tokens", "counts", "bounds", "lines", "order", "pack_bounds", "shuffle_index", "left_out"
+    )  # fmt: skip
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        arrays = self.cached
+        self.tokens, self.counts, self.bounds = (arrays[name] for name in ("tokens", "counts", "bounds"))
+        self.lines, self.order, self.pack_bounds = (arrays[name] for name in ("lines", "order", "pack_bounds"))
+        self.shuffle_index, self.left_out = arrays["shuffle_index"], arrays["left_out"]
+
+    def describe(self) -> dict[str, Any]:
+        """The base description, the chat template, and whether bad lines are skipped."""
+        described = super().describe() | {"chat_template": getattr(self.config.tokenizer, "chat_template", None)}
+        return described | ({"skips_bad_lines": True} if self.config.skip_bad_conversations else {})
 
     def __len__(self) -> int:
         return len(self.shuffle_index)
@@ -340,7 +362,9 @@ class SFTDataset(MegatronDataset):
         counted: list[npt.NDArray[np.bool_]] = []
         lines: list[int] = []
         cut = without_answer = skipped = 0
+        progress = CountedProgress(f"{self.dataset_path}: reading", len(self.indices), "conversations")
         for line in self.indices.tolist():
+            progress.add()
             try:
                 encoded = self._encode_line(line)
             except DataError:
@@ -377,10 +401,3 @@ class SFTDataset(MegatronDataset):
             "shuffle_index": self._shuffled(len(pack_bounds) - 1, random),
             "left_out": np.asarray([cut, without_answer, skipped]),
         }
-
-    def _shuffled(self, sequences: int, random: np.random.RandomState) -> npt.NDArray[np.int64]:
-        """The order of the sequences: all of them once, and again in another order until there are num_samples."""
-        wanted = sequences if self.num_samples is None else self.num_samples
-        # Every sequence once before any comes twice.
-        epochs = [random.permutation(sequences) for _ in range(-(wanted // -sequences))]
-        return np.concatenate(epochs)[:wanted].astype(np.int64)

@@ -92,7 +92,7 @@ def write_manifest(directory: Path, content: Mapping[str, Any]) -> None:
 
 
 class TeacherLogits:
-    """What a teacher has written, by the samples' keys; files are mapped when they are read."""
+    """A teacher's likeliest tokens by the samples' keys; files are mapped when they are read."""
 
     def __init__(self, directory: Path) -> None:
         """Raises ConfigError for a directory without complete logits, DataError for a file that cannot be read."""

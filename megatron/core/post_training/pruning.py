@@ -46,7 +46,7 @@ _NORM = re.compile(r"(?:decoder\.final_layernorm|\w+_layernorm)\.(?:weight|bias)
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """ModelSizes of a model with dense MLPs and grouped attention."""
+    """Sizes of a model with dense MLPs and grouped attention."""
 
     layers: int
     hidden: int

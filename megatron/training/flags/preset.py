@@ -88,7 +88,7 @@ def _read_layout_flags(parsed: ParsedFlags, name: str, world_size: int) -> dict[
 
 
 def read_flags(preset: str, flags: Sequence[str]) -> dict[str, Given]:
-    """What flags and their values mean that a preset of this name stands for."""
+    """Read the flags that a preset of this name stands for."""
     # One text may have several flags, such as a switch and the size that it asks for.
     words = [word for flag in flags for word in flag.split()]
     read = ParsedFlags()

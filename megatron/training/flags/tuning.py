@@ -7,12 +7,15 @@ from __future__ import annotations
 from megatron.training.flags.given import ParsedFlags
 from megatron.training.flags.preset import read_flags
 
-_COMMON = "--bf16 --use-distributed-optimizer --lr-decay-style cosine --lr-warmup-fraction 0.04 --clip-grad 1.0"
+_COMMON = (
+    "--bf16 --use-distributed-optimizer --lr-decay-style cosine --lr-warmup-fraction 0.04 --clip-grad 1.0 "
+    "--weight-decay 0"
+)
 TUNING = {
-    "full": f"{_COMMON} --weight-decay 0 --lr 1e-5 --min-lr 1e-6",
-    "lora": f"{_COMMON} --weight-decay 0 --lr 2e-4 --min-lr 2e-5 --lora-rank 16 --lora-alpha 32 --save-adapter-only",
-    "dpo": f"{_COMMON} --weight-decay 0 --lr 5e-7 --min-lr 5e-8 --dpo --dpo-beta 0.1",
-    "distillation": f"{_COMMON} --weight-decay 0 --lr 1e-4 --min-lr 1e-5",
+    "full": f"{_COMMON} --lr 1e-5 --min-lr 1e-6",
+    "lora": f"{_COMMON} --lr 2e-4 --min-lr 2e-5 --lora-rank 16 --lora-alpha 32 --save-adapter-only",
+    "dpo": f"{_COMMON} --lr 5e-7 --min-lr 5e-8 --dpo --dpo-beta 0.1",
+    "distillation": f"{_COMMON} --lr 1e-4 --min-lr 1e-5",
 }
 """Flags of each."""
 _REPLACED_BY = {

@@ -5,22 +5,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.core.errors import say
 from megatron.training.data.loading import load_samples
 from megatron.training.data.samples import PADDING, WholeSampler
 from megatron.training.run import Run
 
 if TYPE_CHECKING:
     from megatron.training.data.loading import Batch
-
-_LINE_SECONDS = 10.0
-"""Between two lines that say how far a pass is."""
 
 
 @torch.no_grad()
@@ -53,27 +48,3 @@ def pass_over(
             yield outputs.loss_dicts
     for chunk in run.model:
         chunk.train()
-
-
-class PassProgress:
-    """Lines that say how far a pass is, every few seconds."""
-
-    def __init__(self, run: Run, name: str, count: int, unit: str) -> None:
-        self._is_told, self._name, self._count, self._unit = run.is_first_rank, name, count, unit
-        self._done, self._begun = 0, time.monotonic()
-        self._told = self._begun
-
-    @property
-    def seconds(self) -> float:
-        """Since the beginning."""
-        return time.monotonic() - self._begun
-
-    def add(self, done: int) -> None:
-        """Count what is done."""
-        self._done, now = self._done + done, time.monotonic()
-        if self._is_told and now - self._told > _LINE_SECONDS:
-            self._told, rate = now, self._done / (now - self._begun)
-            say(
-                f"{self._name}: {self._done} of {self._count} {self._unit}, {rate:.1f} {self._unit}/s, "
-                f"{(self._count - self._done) / rate:.0f} s left"
-            )

@@ -8,10 +8,11 @@ from typing import Any
 
 from megatron.core.collectives import all_gather_object, broadcast_object
 from megatron.core.errors import ConfigError, say
+from megatron.core.progress import CountedProgress
 from megatron.training.checkpoint.foreign_files import load_adapter
 from megatron.training.checkpoint.restore import load_checkpoint, load_weights
 from megatron.training.data.loading import SPLITS
-from megatron.training.hooks.forward_passes import PassProgress, pass_over
+from megatron.training.hooks.forward_passes import pass_over
 from megatron.training.recipes.preference import PreferenceStep, References
 from megatron.training.run import Run
 
@@ -32,7 +33,7 @@ def complete_references(run: Run) -> None:
     count = sum(len(indices) for parts in wanted.values() for indices in parts)
     directory = _choose_weights(run, count)
     found = dict(known)
-    progress = PassProgress(run, "reference log-probabilities", count, "pairs")
+    progress = CountedProgress("reference log-probabilities", count, "pairs", speaks=run.is_first_rank)
     for name, parts in wanted.items():
         for dataset, indices in zip(run.data.parts(name), parts, strict=True):
             for reports in pass_over(run, step.measure, dataset, name, indices):

@@ -8,8 +8,9 @@ from pathlib import Path
 from megatron.core.datasets.teacher_logits import KeyedDataset, LogitsWriter, write_manifest
 from megatron.core.dist_checkpointing.agreement import on_every_rank, on_first_rank
 from megatron.core.errors import ConfigError, StorageError, say
+from megatron.core.progress import CountedProgress
 from megatron.training.data.samples import count_needed_samples
-from megatron.training.hooks.forward_passes import PassProgress, pass_over
+from megatron.training.hooks.forward_passes import pass_over
 from megatron.training.recipes.distillation import TeacherStep
 from megatron.training.run import Run
 
@@ -31,7 +32,8 @@ def write_teacher_logits(run: Run) -> None:
     # All ranks of a replica have the same rows; one of them writes.
     is_writer = run.groups.is_last_stage and run.groups.tp.rank() == 0 and run.groups.cp.rank() == 0
     writer = LogitsWriter(directory, run.groups.dp.rank(), config.logits_save_dtype)
-    step, progress = TeacherStep(config, run.recipe.vocab_size), PassProgress(run, "teacher", count, "samples")
+    step = TeacherStep(config, run.recipe.vocab_size)
+    progress = CountedProgress("teacher", count, "samples", speaks=run.is_first_rank)
 
     def work() -> list[str]:
         for reports in pass_over(run, step, KeyedDataset(parts[0]), "train", range(count)):

@@ -117,29 +117,22 @@ def build_image_model(
 ) -> LLaVAModel:
     """One pipeline chunk of the model; arguments as of `build_gpt_model`."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_mlp_module_spec
-    from megatron.core.models.multimodal.llava_model import LLaVAModel
+    from megatron.core.models.multimodal.llava_model import LLaVAModel, build_part_config
     from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
     text, extra = config.model, config.extra
     length = config.data.seq_length
     assert length is not None, "checked by read_run_config"
-    of_both: dict[str, Any] = {
-        name: getattr(text, name)
-        for name in ("tensor_model_parallel_size", "params_dtype", "bf16", "fp16", "perform_initialization", "seed",
-                     "use_cpu_initialization", "init_model_with_meta_device", "init_method_std")
-    } | {"hidden_dropout": 0.0, "attention_dropout": 0.0}  # fmt: skip
     is_clip = extra["vision_model_type"] == "clip"
-    vision = TransformerConfig(
-        num_layers=extra["vision_num_layers"], hidden_size=extra["vision_hidden_size"],
+    vision = build_part_config(
+        text, num_layers=extra["vision_num_layers"], hidden_size=extra["vision_hidden_size"],
         ffn_hidden_size=extra["vision_ffn_hidden_size"], num_attention_heads=extra["vision_num_attention_heads"],
         activation_func="quick_gelu" if is_clip else "gelu_tanh", layernorm_epsilon=1e-5 if is_clip else 1e-6,
-        **of_both,
     )  # fmt: skip
     vision.vision_model_type = extra["vision_model_type"]  # type: ignore[attr-defined]
-    projection = TransformerConfig(
-        num_layers=1, hidden_size=text.hidden_size, ffn_hidden_size=text.hidden_size,
-        num_attention_heads=text.tensor_model_parallel_size, activation_func="gelu", **of_both,
+    projection = build_part_config(
+        text, num_layers=1, hidden_size=text.hidden_size, ffn_hidden_size=text.hidden_size,
+        num_attention_heads=text.tensor_model_parallel_size, activation_func="gelu",
     )  # fmt: skip
     model = LLaVAModel(
         text, get_gpt_layer_local_spec(), padded_vocab_size, length, vision, get_vit_layer_with_local_spec(),

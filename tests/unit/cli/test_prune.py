@@ -149,7 +149,8 @@ def test_a_pruned_model_is_the_zeroed_one(
 
 
 def test_bad_input_is_named(roots: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "titles.jsonl").write_text('{"title": "x"}\n')
+    (tmp_path / "titles.jsonl").write_text('{"text": "5 6"}\n{"title": "x"}\n')
+    (tmp_path / "broken.jsonl").write_text('{"text": "5 6"}\n{"text": \n')
     train_tiny("--num-experts", "2", "--save", tmp_path / "experts", "--train-iters", "1")
     for source, flags, said in (
         (roots["gpt"], "", "nothing would be removed"),
@@ -157,10 +158,12 @@ def test_bad_input_is_named(roots: dict[str, Path], tmp_path: Path, capsys: Any)
         (roots["gpt"], "--hidden-size 20", "normalization LayerNorm subtracts a mean"),
         (roots["llama"], "--num-attention-heads 6", "give a multiple of 4"),
         (roots["llama"], "--num-layers 0", "must be at least 1"),
-        (roots["gpt"], f"--num-layers 2 --data {tmp_path / 'titles.jsonl'}", "line 1 has neither"),
+        (roots["gpt"], f"--num-layers 2 --data {tmp_path / 'titles.jsonl'}", "titles.jsonl, line 2: has neither"),
+        (roots["gpt"], f"--num-layers 2 --data {tmp_path / 'broken.jsonl'}", "broken.jsonl, line 2: not JSON"),
+        (roots["gpt"], f"--num-layers 2 --data {tmp_path / 'none.jsonl'}", "none.jsonl: No such file"),
         (tmp_path / "experts", "--num-layers 1", "cannot be pruned; only"),
     ):
         capsys.readouterr()
         assert prune(source, tmp_path / "pruned", flags) == 2
         assert said in capsys.readouterr().err
-    assert {entry.name for entry in tmp_path.iterdir()} == {"titles.jsonl", "experts"}
+    assert {entry.name for entry in tmp_path.iterdir()} == {"titles.jsonl", "broken.jsonl", "experts"}

@@ -42,6 +42,19 @@ IMAGE_TOKEN = "<image>"
 _PARTS = ("vision_model", "vision_projection", "language_model")
 
 
+_SHARED = (
+    "tensor_model_parallel_size", "params_dtype", "bf16", "fp16", "perform_initialization", "seed",
+    "use_cpu_initialization", "init_model_with_meta_device", "init_method_std",
+)  # fmt: skip
+
+
+def build_part_config(text: TransformerConfig, **fields: Any) -> TransformerConfig:
+    """The config of the model of images, or of the projector: layout, dtype and initialisation are the text model's.
+    fields: the others, without dropout where they do not say."""
+    shared = {name: getattr(text, name) for name in _SHARED} | {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    return TransformerConfig(**shared | fields)
+
+
 class LLaVAModel(MegatronModule):
     """Images and text to logits or losses of text; on later pipeline stages the language model's part alone."""
 

@@ -157,7 +157,7 @@ class PlainKernel:
 
     @staticmethod
     def _find_hidden(q: Tensor, k: Tensor, rule: Rule) -> Tensor | None:
-        """What is hidden, bool, broadcastable to [b, n, s, t]; None for nothing."""
+        """Find hidden keys, bool, broadcastable to [b, n, s, t]; None for none."""
         if not rule.causal:
             return rule.mask
         future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu_(1)
