@@ -121,8 +121,11 @@ def file_size(path: str) -> int:
         if not os.access(path, os.R_OK):
             raise DataError(f"{path}: not readable by this user; change its permissions")
     except (FileNotFoundError, NotADirectoryError):
+        base, suffix = os.path.splitext(path)
+        if suffix not in (".bin", ".idx"):
+            raise DataError(f"{path}: no such file; give one that exists") from None
         # Of `--data-path corpus.bin` the index would be corpus.bin.idx.
-        prefix, suffix = os.path.splitext(os.path.splitext(path)[0])
+        prefix, suffix = os.path.splitext(base)
         remedy = f"drop the suffix and give {prefix}" if suffix in (".bin", ".idx") else "give its PREFIX"
         raise DataError(f"{path}: no such file; a dataset is the pair PREFIX.bin and PREFIX.idx; {remedy}") from None
     except OSError as error:

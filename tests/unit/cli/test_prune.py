@@ -160,7 +160,7 @@ def test_bad_input_is_named(roots: dict[str, Path], tmp_path: Path, capsys: Any)
         (roots["llama"], "--num-layers 0", "must be at least 1"),
         (roots["gpt"], f"--num-layers 2 --data {tmp_path / 'titles.jsonl'}", "titles.jsonl, line 2: has neither"),
         (roots["gpt"], f"--num-layers 2 --data {tmp_path / 'broken.jsonl'}", "broken.jsonl, line 2: not JSON"),
-        (roots["gpt"], f"--num-layers 2 --data {tmp_path / 'none.jsonl'}", "none.jsonl: No such file"),
+        (roots["gpt"], f"--num-layers 2 --data {tmp_path / 'none.jsonl'}", "none.jsonl: no such file; give one"),
         (tmp_path / "experts", "--num-layers 1", "cannot be pruned; only"),
     ):
         capsys.readouterr()

@@ -125,7 +125,7 @@ def test_files_without_conversations(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(DataError, match="is empty"):
         datasets(f"--data-path {tmp_path / 'empty.jsonl'} --split 1,0,0")
-    with pytest.raises(DataError, match="absent.jsonl: no such file"):
+    with pytest.raises(DataError, match="absent.jsonl: no such file; give one that exists$"):
         datasets(f"--data-path {tmp_path / 'absent.jsonl'} --split 1,0,0")
     write(tmp_path / "questions.jsonl", [conversation("q", "a")[:1]] * 3)
     with pytest.raises(DataError, match="none of the 3 conversations of the train split has an answer"):
