@@ -85,7 +85,7 @@ def sequences_are_divisible(run: RunGroups) -> Iterator[str]:
     problem = cutting_problem(run.say("seq_length"), length, cp)
     if problem is not None:
         yield problem
-    if model.sequence_parallel and length % (tp * cp):
+    if model.sequence_parallel and tp > 1 and length % (tp * cp):
         yield (
             f"{run.say('seq_length')} is not divisible by {run.say('tensor_model_parallel_size')} x "
             f"{run.say('context_parallel_size')}, as --sequence-parallel needs; use {name_multiples(length, tp * cp)} "

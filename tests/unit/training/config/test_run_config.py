@@ -312,6 +312,7 @@ def made(config_class: type, values: dict[str, Any]) -> tuple[Any, list[str]]:
 
 @settings(max_examples=300)
 @given(drawn_settings(), st.sampled_from([1, 3, 16]))
+@example({"context_parallel_size": 7, "sequence_parallel": True}, 1)
 @example({"distribute_saved_activations": True, "sequence_parallel": True}, 1)
 @example({"moe_aux_loss_coeff": [-0.5, float("nan")]}, 1)
 @example({"enable_cuda_graph": True, "fp8": "e4m3"}, 1)
