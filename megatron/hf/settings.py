@@ -18,7 +18,7 @@ from megatron.core.config_base import get_settings
 from megatron.core.errors import CheckpointError, ConfigError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.hf.inverse_settings import has_fixed_flags, invert_flags
-from megatron.training.checkpoint.differences import Change, find_changes
+from megatron.training.checkpoint.differences import Change, compare_settings
 from megatron.training.config.container import RunConfig
 from megatron.training.config.run_groups import group_classes
 from megatron.training.flags.read import read_run_config
@@ -135,7 +135,7 @@ def _find_losses(
     network.discard("make_vocab_size_divisible_by")
     return [
         change
-        for change in find_changes(config.to_dict(), again)
+        for change in compare_settings(config, again)
         if change.setting.dest in network and change.setting.kind in ("shape", "function")
     ]
 

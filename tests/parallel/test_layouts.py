@@ -56,13 +56,13 @@ SMALL = {
     "phi": ["tp2,sp,pp2,--recompute-granularity selective,--recompute-modules layernorm", "dp2,dist-opt"],
     "kimi": ["tp2,sp,pp2", "dp2,dist-opt"],
     "sparse": [
-        "tp2", "tp2,sp", "cp2,--cp-comm-type=all_gather", "tp2,sp,cp2,--cp-comm-type=all_gather", "pp2", "dp2,dist-opt",
+        "tp2", "cp2,--cp-comm-type=all_gather", "tp2,sp,cp2,--cp-comm-type=all_gather", "pp2", "dp2,dist-opt",
         "pp2,--recompute-granularity full,--recompute-method uniform,--recompute-num-layers 1",
     ],
     "chosen": ["tp2,sp,pp2", "dp2,fsdp2", "cp2,--cp-comm-type=all_gather"],
     "compressed": ["tp2,sp", "cp2", "tp2,pp2"],
     "streams": [
-        "tp2", "tp2,sp", "cp2", "pp2", "pp2,--pipeline-schedule=zb-v", "dp2,dist-opt",
+        "tp2", "cp2", "pp2", "pp2,--pipeline-schedule=zb-v", "dp2,dist-opt",
         "tp2,sp,pp2,--recompute-granularity full,--recompute-method uniform,--recompute-num-layers 1",
     ],
     "mean": ["tp2,sp,pp2", "cp2", "dp2,fsdp2"],

@@ -53,9 +53,14 @@ def find_changes(saved: Mapping[str, Any], config: RunConfig) -> list[Change]:
     saved: what `RunConfig.to_dict` gave, maybe in an earlier release; a flag that it did not know counts as its
     default, which leaves a model as it was. Raises ConfigError, TypeError or AttributeError for what are no settings.
     """
-    earlier = RunConfig.from_dict(saved)
-    values, earlier_values = config.to_dict(), earlier.to_dict()
     known = {name for part in saved.values() if isinstance(part, dict) for name in part}
+    changes = compare_settings(RunConfig.from_dict(saved), config)
+    return [change for change in changes if change.is_flag or change.setting.dest in known]
+
+
+def compare_settings(earlier: RunConfig, config: RunConfig) -> list[Change]:
+    """The same of two configurations of this release."""
+    values, earlier_values = config.to_dict(), earlier.to_dict()
     runs = [Fields(run, _find_written(run)) for run in (earlier, config)]
     changes = []
     for group, config_class in group_classes().items():
@@ -65,8 +70,7 @@ def find_changes(saved: Mapping[str, Any], config: RunConfig) -> list[Change]:
                 continue
             then, now = earlier_values[group][name], values[group][name]
             change = Change(setting, then, now, any(name in run.given for run in runs))
-            is_comparable = change.is_flag or name in known
-            if then != now and is_comparable and any(_has_effect(setting, run) for run in runs):
+            if then != now and any(_has_effect(setting, run) for run in runs):
                 changes.append(change)
     return changes
 

@@ -33,7 +33,7 @@ from megatron.core.upstream_checkpoints.names import explain_unusable_optimizer,
 from megatron.core.upstream_checkpoints.rank_file import fill_from_full, read_rank_file
 from megatron.core.upstream_checkpoints.rank_files import LegacyCheckpoint, open_legacy
 from megatron.training.checkpoint import adapter_saves, rng_state, upcycling
-from megatron.training.checkpoint.differences import Change, find_changes
+from megatron.training.checkpoint.differences import Change, compare_settings, find_changes
 from megatron.training.checkpoint.documents import CONFIG, RNG, read_rng, read_state
 from megatron.training.checkpoint.layer_names import ask_for_sections
 from megatron.training.checkpoint.local_saves import list_replicas
@@ -304,7 +304,7 @@ class ForeignSource(CheckpointSource):
         self.notes = self._model.notes
 
     def find_changes(self) -> list[Change]:
-        return find_changes(self._model.config.to_dict(), self._config)
+        return compare_settings(self._model.config, self._config)
 
     def read_state(self, *, with_optimizer: bool) -> SavedState:
         return SavedState({}, {}, {}, {})
