@@ -108,9 +108,8 @@ class ImageConversationDataset(ConversationDataset):
     config: ImageDatasetConfig
     arrays = ("lines", "shuffle_index", "left_out")
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self.lines, self.shuffle_index, left_out = (self.cached[name] for name in self.arrays)
+    def _take(self, arrays: Arrays) -> None:
+        self.lines, self.shuffle_index, left_out = (arrays[name] for name in self.arrays)
         self.left_out = int(left_out[0])
         self.marked = _MarkedTokenizer(self.config.tokenizer)
 

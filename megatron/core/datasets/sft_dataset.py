@@ -218,6 +218,7 @@ class ConversationDataset(MegatronDataset):
         name = f"{type(self).__name__}-{index_split.name}"
         cache = IndexCache(self.cache_directory(), name, self.unique_description, self.arrays, config.cache_policy)
         self.cached = cache.load_or_build(self._build_indices)
+        self._take(self.cached)
 
     @staticmethod
     def source_files(dataset_path: str) -> list[str]:
@@ -237,7 +238,11 @@ class ConversationDataset(MegatronDataset):
         return len(low_level_dataset)
 
     def _build_indices(self) -> Arrays:
-        """What the index cache keeps: `arrays`."""
+        """Make `arrays`, which the index cache keeps."""
+        raise NotImplementedError
+
+    def _take(self, arrays: Arrays) -> None:
+        """Take `arrays`, just made or from the cache."""
         raise NotImplementedError
 
     def _shuffled(self, sequences: int, random: np.random.RandomState) -> npt.NDArray[np.int64]:
@@ -259,9 +264,7 @@ class SFTDataset(ConversationDataset):
         "tokens", "counts", "bounds", "lines", "order", "pack_bounds", "shuffle_index", "left_out"
     )  # fmt: skip
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        arrays = self.cached
+    def _take(self, arrays: Arrays) -> None:
         self.tokens, self.counts, self.bounds = (arrays[name] for name in ("tokens", "counts", "bounds"))
         self.lines, self.order, self.pack_bounds = (arrays[name] for name in ("lines", "order", "pack_bounds"))
         self.shuffle_index, self.left_out = arrays["shuffle_index"], arrays["left_out"]
